@@ -1,0 +1,280 @@
+"""Step 1 of a row's path: every row against the field list, before anything is written.
+
+The quick checks here accept what is plainly right. Whatever they do not accept goes to the
+thorough ones, which either find it right after all or name every problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from draftgather.errors import (
+    CapacityError,
+    MissingRowError,
+    Problem,
+    RelayError,
+    RowValueError,
+    SlotError,
+)
+from draftgather.fields import Field
+from draftgather.mailbox import DRAINING, FREE, HELD, WRITTEN, DraftMailbox
+from draftgather.rows import row_problem, to_row
+
+if TYPE_CHECKING:
+    from draftgather.future_map import Relay
+
+Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRows:
+    """The separate rows of one field, checked."""
+
+    rows: Sequence[torch.Tensor | None]  # [b] tensors [>= width] of one dtype; None where an optional one is absent
+    dtype: torch.dtype  # of the rows; the field's own, or convertible to it
+    is_copied: bool  # some came as lists or in several dtypes, and are copies of the library's now
+
+
+def as_int64(values: object, what: str) -> Int64Array:
+    """[n] int64 host array of a list, tuple, NumPy array or CPU tensor of integers."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1:
+        return values
+    if isinstance(values, torch.Tensor):
+        if not values.is_cpu:
+            raise TypeError(f"{what} are on {values.device}, expected host values: reading them would stall the host")
+        values = values.numpy()
+    array = np.asarray(values)
+    if array.size == 0 and array.ndim <= 1:
+        return np.empty(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TypeError(f"{what} have shape {array.shape} and dtype {array.dtype}, expected one integer a row")
+    if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
+        raise TypeError(f"{what} hold {array.max()}, expected 64-bit signed integers")
+    return np.ascontiguousarray(array, np.int64)
+
+
+def check_batch_size(num_rows: int, pad_to: int | None, max_batch_size: int) -> int:
+    """The number of rows of the outputs."""
+    if pad_to is not None and (not isinstance(pad_to, int) or isinstance(pad_to, bool) or pad_to < num_rows):
+        raise ValueError(f"pad_to is {pad_to!r}, expected an integer of at least the {num_rows} rows")
+    num_padded = num_rows if pad_to is None else pad_to
+    if num_padded > max_batch_size:
+        raise CapacityError(f"a batch of {num_padded} rows, but the assembler was made for {max_batch_size}")
+    return num_padded
+
+
+def check_request_ids(request_ids: Sequence[object] | None, num_rows: int) -> None:
+    if request_ids is not None and len(request_ids) != num_rows:
+        raise ValueError(f"{len(request_ids)} request ids for {num_rows} rows")
+
+
+# -- rows in the mailbox
+
+
+def are_slots_good(mailbox: DraftMailbox, slots: Int64Array, owners: Int64Array | None) -> bool:
+    """Whether every slot is in range, written and of its owner."""
+    if len(slots) == 0:
+        return True
+    # As unsigned numbers, negative slots are out of range too: one pass instead of two.
+    if slots.view(np.uint64).max() >= mailbox.num_slots:
+        return False
+    if mailbox.states[slots].tobytes() != _ALL_WRITTEN[: len(slots)] and (mailbox.states[slots] != WRITTEN).any():
+        return False
+    return owners is None or mailbox.owners[slots].tobytes() == owners.tobytes()
+
+
+_ALL_WRITTEN = bytes([WRITTEN]) * 1024
+
+
+def slot_problems(
+    mailbox: DraftMailbox, slots: Int64Array, owners: Int64Array | None, request_ids: Sequence[object] | None
+) -> list[Problem]:
+    """Every slot that is out of range, not written or of another owner."""
+    problems = []
+    for i, slot in enumerate(slots.tolist()):
+        fault = _slot_fault(mailbox, slot, None if owners is None else int(owners[i]))
+        if fault is not None:
+            request_id = None if request_ids is None else request_ids[i]
+            problems.append(Problem(i, request_id, "slot" if fault[0].startswith("is ") else "", *fault, SlotError))
+    return problems
+
+
+def _slot_fault(mailbox: DraftMailbox, slot: int, owner: int | None) -> tuple[str, str] | None:
+    if not 0 <= slot < mailbox.num_slots:
+        return f"is {slot}", f"0 to {mailbox.num_slots - 1}"
+    state = mailbox.states[slot]
+    if state == FREE:
+        return f"is {slot}, which is free: nothing was written since it was released", "a written slot"
+    if state == DRAINING:
+        return f"is {slot}, which is released", "a written slot"
+    if state == HELD:
+        return f"is {slot}, which is not written yet", "a written slot"
+    if owner is not None and mailbox.owners[slot] != owner:
+        return f"is {slot}, which is owned by {mailbox.owners[slot]}", f"owner {owner}"
+    return None
+
+
+# -- separate rows
+
+
+def check_row_lists(fields: Sequence[Field], rows: Mapping[str, Sequence[object] | None]) -> int:
+    """The number of rows b, the same in every field's list. An optional field's list may be left out."""
+    known = {field.name for field in fields}
+    unknown = sorted(set(rows) - known)
+    if unknown:
+        raise ValueError(f"unknown fields {unknown}; the assembler has {sorted(known)}")
+    counts = {}
+    for field in fields:
+        given = rows.get(field.name)
+        if given is None:
+            if not field.optional:
+                raise MissingRowError(
+                    [Problem(0, None, field.name, "has no list of rows", "one row a request", MissingRowError)]
+                )
+            continue
+        counts[field.name] = len(given)
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"fields have different numbers of rows: {counts}")
+    return next(iter(counts.values()), 0)
+
+
+def are_rows_plain(field: Field, rows: Sequence[object], device: torch.device) -> bool:
+    """Whether every row is a plain tensor of the field's dtype on the CPU or `device`, all of one good shape.
+
+    On the CPU also: without storage that is gone, as reading it would crash.
+    """
+    first = rows[0]
+    if type(first) is not torch.Tensor or first.ndim != 1:
+        return False
+    shape, dtype, layout = first.shape, field.dtype, torch.strided
+    if shape[0] != field.width and not (field.leading and shape[0] > field.width):
+        return False
+    for row in rows:
+        if type(row) is not torch.Tensor or row.dtype is not dtype or row.shape != shape:
+            return False
+        if row.is_cpu:
+            if row.layout is not layout or not row.data_ptr():
+                return False
+        elif row.device != device:
+            return False
+    return True
+
+
+def row_problems(
+    fields: Sequence[Field],
+    rows: Mapping[str, Sequence[object] | None],
+    request_ids: Sequence[object] | None,
+    device: torch.device,
+) -> list[Problem]:
+    """Every row that its field refuses, in the order of the batch."""
+    problems = []
+    for field in fields:
+        for i, row in enumerate(rows.get(field.name) or ()):
+            request_id = None if request_ids is None else request_ids[i]
+            problem = row_problem(field, row, i, request_id, device)
+            if problem is not None:
+                problems.append(problem)
+    return sorted(problems, key=lambda problem: problem.position)
+
+
+def field_rows(field: Field, given: Sequence[object] | None, num_rows: int, device: torch.device) -> FieldRows:
+    """The rows of one field that `are_rows_plain` or `row_problems` found good."""
+    if given is None:
+        return FieldRows((None,) * num_rows, field.dtype, False)
+    if are_rows_plain(field, given, device):
+        return FieldRows(given, field.dtype, False)  # type: ignore[arg-type]
+    tensors = [to_row(field, row) for row in given]
+    is_copied = any(not isinstance(row, (torch.Tensor, type(None))) for row in given)
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    shapes = {tensor.shape for tensor in tensors if tensor is not None}
+    dtype = dtypes.pop() if len(dtypes) == 1 else field.dtype
+    if dtypes or len(shapes) > 1:
+        # Rows of several dtypes or widths: the odd ones are converted, one by one.
+        tensors = [None if t is None else t.detach()[: field.width].to(dtype) for t in tensors]
+        is_copied = True
+    return FieldRows(tensors, dtype, is_copied)
+
+
+# -- debug mode
+
+
+def value_problems(
+    fields: Sequence[Field],
+    rows: Sequence[Sequence[torch.Tensor | None]],
+    request_ids: Sequence[object] | None,
+    vocab_size: int | None,
+) -> list[Problem]:
+    """Rows that cannot be right by their values: never written, ids no vocabulary has, broken probabilities.
+
+    Reads the rows on the host, so this is for debug mode only. rows: a field, [b] tensors.
+    """
+    problems = []
+    for i in range(len(rows[0])):
+        request_id = None if request_ids is None else request_ids[i]
+        present = [(field, row[i][: field.width].cpu()) for field, row in zip(fields, rows, strict=True) if row[i] is not None]  # type: ignore[index]
+        if all(not row.count_nonzero() for _, row in present):
+            got, expected = "is zero in every field: never written?", "a row that prefill wrote"
+            problems.append(Problem(i, request_id, "row", got, expected, MissingRowError))
+        for field, row in present:
+            fault = _value_fault(field, row, vocab_size)
+            if fault is not None:
+                problems.append(Problem(i, request_id, field.name, *fault, RowValueError))
+    return problems
+
+
+def _value_fault(field: Field, row: torch.Tensor, vocab_size: int | None) -> tuple[str, str] | None:
+    if field.name == "topk_p" and not row.isfinite().all():
+        return f"holds {row[~row.isfinite()][0].item()}", "finite probabilities"
+    if field.name == "topk_index" and vocab_size is not None:
+        outside = row[(row < 0) | (row >= vocab_size)]
+        if len(outside):
+            return f"holds the id {outside[0].item()}", f"ids from 0 to {vocab_size - 1}"
+    return None
+
+
+# -- the relay
+
+
+def check_relay(relay: Relay, num_rows: int, device: torch.device) -> None:
+    """Future indices, lengths and tokens: one a row, integers, on `device`; on the host also in range and distinct."""
+    for name in ("future_indices", "seq_lens", "bonus_tokens"):
+        check_relay_vector(getattr(relay, name), name, num_rows, device)
+    host = relay.future_indices_cpu
+    if host is None and relay.future_indices.is_cpu:
+        host = relay.future_indices
+    if host is not None and num_rows:
+        check_future_indices(host, num_rows, relay.future_map.num_slots)
+
+
+def check_relay_vector(values: object, name: str, num_rows: int, device: torch.device) -> None:
+    """[num_rows] integers on `device`."""
+    if not isinstance(values, torch.Tensor):
+        raise RelayError(f"{name} is a {type(values).__name__}, expected a tensor [{num_rows}] on {device}")
+    if values.device != device:
+        raise RelayError(f"{name} is on {values.device}, expected {device}")
+    if values.shape != (num_rows,):
+        raise RelayError(f"{name} has shape {tuple(values.shape)}, expected ({num_rows},)")
+    if values.dtype is not torch.int64 and values.dtype is not torch.int32:
+        raise RelayError(f"{name} has dtype {values.dtype}, expected int64 or int32")
+
+
+def check_future_indices(
+    future_indices: torch.Tensor, num_rows: int, num_slots: int, may_repeat: bool = False
+) -> None:
+    """In range and distinct, as far as a host copy tells. Slot 0 is the padding sink: it may repeat."""
+    check_relay_vector(future_indices, "future_indices_cpu", num_rows, torch.device("cpu"))
+    indices = future_indices.numpy()
+    if indices.min() < 0 or indices.max() >= num_slots:
+        outside = indices[(indices < 0) | (indices >= num_slots)][0]
+        raise RelayError(f"future index {outside} is out of range, expected 0 to {num_slots - 1}")
+    if num_rows > 1 and not may_repeat:
+        ordered = np.sort(indices)
+        repeated = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)]
+        if len(repeated):
+            rows = np.flatnonzero(indices == repeated[0]).tolist()
+            raise RelayError(f"future index {repeated[0]} is given for rows {rows}: one would overwrite the other")

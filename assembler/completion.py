@@ -1,0 +1,86 @@
+"""Completion markers: when is the work that reads or writes this memory done?"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class CompletionMarker(Protocol):
+    """Answers for one launch; never blocks the host."""
+
+    def query(self) -> bool:
+        """True once the launch has finished."""
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Make `stream` (default: the current one) wait on the device; the host goes on."""
+
+    def implies(self, earlier: CompletionMarker) -> bool:
+        """True where this one cannot be done before `earlier` is: the same stream, recorded later."""
+
+
+class _Done:
+    """The marker of work that was finished before the call returned (the CPU)."""
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        return
+
+    def implies(self, earlier: CompletionMarker) -> bool:
+        return earlier is self
+
+    def __repr__(self) -> str:
+        return "done"
+
+
+DONE: CompletionMarker = _Done()
+
+
+class EventMarker:
+    """A CUDA event of our own, recorded once on the current stream of `device`, never again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._event = torch.cuda.Event()
+        self._event.record(self._stream)
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        self._event.wait(stream)
+
+    def implies(self, earlier: CompletionMarker) -> bool:
+        return isinstance(earlier, EventMarker) and earlier._stream == self._stream
+
+
+class _Both:
+    """Two launches, perhaps on two streams."""
+
+    def __init__(self, first: CompletionMarker, second: CompletionMarker) -> None:
+        self._pair = (first, second)
+
+    def query(self) -> bool:
+        return all(marker.query() for marker in self._pair)
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        for marker in self._pair:
+            marker.wait(stream)
+
+    def implies(self, earlier: CompletionMarker) -> bool:
+        return any(marker.implies(earlier) for marker in self._pair)
+
+
+def both_done(earlier: CompletionMarker | None, later: CompletionMarker) -> CompletionMarker:
+    """A marker for both; `later` alone where `earlier` is done or implied by it."""
+    if earlier is None or later.implies(earlier) or earlier.query():
+        return later
+    return _Both(earlier, later)
+
+
+def mark(device: torch.device) -> CompletionMarker:
+    """A marker behind everything that the current stream of `device` holds by now."""
+    return EventMarker(device) if device.type == "cuda" else DONE

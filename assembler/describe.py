@@ -1,0 +1,202 @@
+"""Step 3 of a row's path: all that the launch needs, in memory that the device can read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from draftgather.completion import DONE, CompletionMarker
+from draftgather.fields import Field
+from draftgather.kernels.gather_rows import (
+    FieldSource,
+    LaunchDescriptor,
+    RelayTarget,
+    RowTable,
+    gather_rows_torch,
+)
+from draftgather.locate import Located
+from draftgather.machine import Machine
+from draftgather.memory import allocate_slab
+
+_ALIGNMENT = 16
+
+
+class StagingBuffer:
+    """One pinned buffer in flight: filled from its start, then read by one launch.
+
+    It may be filled again only once `marker` is done; `StagingRing.take` sees to that.
+    """
+
+    def __init__(self, num_bytes: int, pin: bool) -> None:
+        self._slab = allocate_slab(num_bytes, pin)
+        self._used = 0
+        self.marker: CompletionMarker = DONE
+
+    def rewind(self) -> None:
+        self._used = 0
+
+    def take(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """[num_rows, width] of what is not used yet."""
+        start, num_bytes = self._used, num_rows * width * dtype.itemsize
+        assert start + num_bytes <= self._slab.numel()
+        self._used = start + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return self._slab[start : start + num_bytes].view(dtype).view(num_rows, width)
+
+    def put(self, values: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+        """Copy a host vector [n] in."""
+        vector = torch.from_numpy(values)
+        staged = self.take(1, len(values), vector.dtype)[0]
+        staged.copy_(vector)
+        return staged
+
+    def uploaded(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of `tensors` (taken from here) on `device`: one upload for all of them."""
+        there = self._slab[: self._used].to(device, non_blocking=True)
+        moved = []
+        for tensor in tensors:
+            start = tensor.data_ptr() - self._slab.data_ptr()
+            moved.append(there[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        return moved
+
+
+class StagingRing:
+    """Staging buffers, reused only when their completion marker is done.
+
+    Where all are in flight the ring grows: it neither overwrites nor waits. `num_buffers` tells
+    how far it has grown.
+    """
+
+    def __init__(self, buffer_bytes: int, pin: bool) -> None:
+        self._buffer_bytes = buffer_bytes
+        self._pin = pin
+        self._buffers: list[StagingBuffer] = []
+        self._next = 0
+
+    @property
+    def num_buffers(self) -> int:
+        return len(self._buffers)
+
+    def take(self) -> StagingBuffer:
+        """A buffer that no launch reads any more."""
+        for _ in range(len(self._buffers)):
+            self._next = (self._next + 1) % len(self._buffers)
+            buffer = self._buffers[self._next]
+            if buffer.marker.query():
+                buffer.rewind()
+                return buffer
+        self._buffers.append(StagingBuffer(self._buffer_bytes, self._pin))
+        self._next = len(self._buffers) - 1
+        return self._buffers[-1]
+
+    @staticmethod
+    def bytes_for(fields: Sequence[Field], num_rows: int) -> int:
+        """What the largest batch needs: its rows, an address and a presence byte a row and field, its slots."""
+        rows = sum(num_rows * (field.row_bytes + 9) + 3 * _ALIGNMENT for field in fields)
+        return rows + num_rows * 8 + 2 * _ALIGNMENT
+
+
+def describe(
+    fields: Sequence[Field],
+    located: Located,
+    outputs: Sequence[RowTable | None],
+    num_padded: int,
+    relay: RelayTarget | None,
+    staging: StagingBuffer | None,
+    machine: Machine,
+) -> LaunchDescriptor:
+    """The launch of one batch. `staging` is None where the twin runs: it reads the host's memory as it is."""
+    sources, slots = located.sources, located.slots
+    vectors = [None if p is None else p.view(np.uint8) for p in located.present]
+    if staging is None:
+        slots_tensor = None if slots is None else torch.from_numpy(slots)
+        present = tuple(None if p is None else torch.from_numpy(p) for p in vectors)
+    else:
+        if located.route == "staged":
+            sources, slots = _staged(fields, located, staging), np.arange(located.num_rows)
+        elif slots is None:
+            sources = tuple(_addressed(source, field, staging) for source, field in zip(sources, fields, strict=True))
+        slots_tensor = None if slots is None else staging.put(slots)
+        present = tuple(None if p is None else staging.put(p) for p in vectors)
+        if not machine.zero_copy:
+            sources, slots_tensor, present = _uploaded(located, sources, slots_tensor, present, staging, machine)
+    return LaunchDescriptor(
+        num_rows=located.num_rows,
+        num_padded=num_padded,
+        sources=sources,
+        slots=slots_tensor,
+        present=present,
+        outputs=tuple(outputs),
+        dtypes=tuple(field.dtype for field in fields),
+        widths=tuple(field.width for field in fields),
+        relay=relay,
+    )
+
+
+def _staged(fields: Sequence[Field], located: Located, staging: StagingBuffer) -> tuple[FieldSource, ...]:
+    """Gather the rows into the staging buffer with the twin: one host copy a field, whatever the batch size."""
+    num_rows = located.num_rows
+    tables = tuple(RowTable.over(staging.take(num_rows, field.width, field.dtype)) for field in fields)
+    gather_rows_torch(
+        LaunchDescriptor(
+            num_rows=num_rows,
+            num_padded=num_rows,
+            sources=located.sources,
+            slots=None if located.slots is None else torch.from_numpy(located.slots),
+            present=tuple(None if p is None else torch.from_numpy(p.view(np.uint8)) for p in located.present),
+            outputs=tables,
+            dtypes=tuple(field.dtype for field in fields),
+            widths=tuple(field.width for field in fields),
+        )
+    )
+    return tuple(FieldSource(pool=table) for table in tables)
+
+
+def _addressed(source: FieldSource, field: Field, staging: StagingBuffer) -> FieldSource:
+    """The addresses of separate rows, in a vector that the device reads."""
+    addresses = np.array([0 if row is None else _address(row) for row in source.rows], dtype=np.int64)
+    is_aligned = not np.bitwise_or.reduce(addresses) % _ALIGNMENT
+    return FieldSource(
+        rows=source.rows,
+        addresses=staging.put(addresses),
+        dtype=source.dtype,
+        alignment=_ALIGNMENT if is_aligned else field.dtype.itemsize,
+    )
+
+
+def _address(row: torch.Tensor) -> int:
+    return row.data_ptr()
+
+
+def _uploaded(
+    located: Located,
+    sources: tuple[FieldSource, ...],
+    slots: torch.Tensor | None,
+    present: tuple[torch.Tensor | None, ...],
+    staging: StagingBuffer,
+    machine: Machine,
+) -> tuple[tuple[FieldSource, ...], torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
+    """Everything that lies in the staging buffer, moved to the device in one upload."""
+    staged: list[torch.Tensor] = [tensor for tensor in (slots, *present) if tensor is not None]
+    for source in sources:
+        if located.route == "staged":
+            assert source.pool is not None
+            staged.append(source.pool.tensor)
+        elif source.addresses is not None:
+            staged.append(source.addresses)
+    moved = {id(old): new for old, new in zip(staged, staging.uploaded(machine.device, staged), strict=True)}
+
+    def moved_source(source: FieldSource) -> FieldSource:
+        if source.addresses is not None:
+            addresses = moved[id(source.addresses)]
+            return FieldSource(rows=source.rows, addresses=addresses, dtype=source.dtype, alignment=source.alignment)
+        assert source.pool is not None
+        table = moved.get(id(source.pool.tensor))
+        return source if table is None else FieldSource(pool=RowTable(table))
+
+    return (
+        tuple(moved_source(source) for source in sources),
+        None if slots is None else moved[id(slots)],
+        tuple(None if p is None else moved[id(p)] for p in present),
+    )

@@ -1,0 +1,305 @@
+"""`DraftAssembler`: check, locate, describe, launch, one after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+
+from draftgather.check import (
+    FieldRows,
+    are_slots_good,
+    as_int64,
+    check_batch_size,
+    check_relay,
+    check_request_ids,
+    check_row_lists,
+    field_rows,
+    row_problems,
+    slot_problems,
+    value_problems,
+    are_rows_plain,
+)
+from draftgather.completion import DONE, CompletionMarker
+from draftgather.describe import StagingBuffer, StagingRing, describe
+from draftgather.draft_batch import DraftBatch
+from draftgather.errors import Problem, RelayError, raise_problems
+from draftgather.fields import Field, check_fields
+from draftgather.future_map import FutureMap, Relay
+from draftgather.kernels.gather_rows import RelayTarget, RowTable
+from draftgather.launch import launch
+from draftgather.locate import Located, locate_rows, locate_slots
+from draftgather.machine import Machine, as_device, machine_for
+from draftgather.mailbox import DraftMailbox
+from draftgather.outputs import OutputMemory, OutputMode, make_outputs
+
+
+class DraftAssembler:
+    """Turns draft rows into batched tensors and future-map rows with one launch, without a host wait.
+
+    Not for several threads at once: one assembler a scheduler thread.
+
+    Memory: "fresh" outputs are the caller's. "fixed" outputs belong to the assembler and keep their
+    addresses for its life; the next call overwrites them, and the caller orders that. Rows given to
+    `assemble_rows` may be dropped or reused when the call returns if the device is the CPU or they
+    came by the route "staged"; by "pointers" on a GPU they must keep their values until
+    `batch.done`, and the assembler holds a reference to them until then.
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[Field],
+        device: torch.device | str = "cpu",
+        max_batch_size: int = 512,
+        mailbox: DraftMailbox | None = None,
+        outputs: OutputMode = "fresh",
+        output_memory: OutputMemory = "device",
+        *,
+        debug: bool = False,
+        vocab_size: int | None = None,
+        machine: Machine | None = None,
+    ) -> None:
+        """max_batch_size: most rows of a batch, padding included; more is a CapacityError.
+
+        debug: also look at the rows' values before each launch (never written: all zero; `topk_index`
+        outside `vocab_size`; `topk_p` not finite). This reads every row on the host.
+        machine: what the device can do; None probes it.
+        """
+        self.fields = check_fields(fields)
+        if not isinstance(max_batch_size, int) or isinstance(max_batch_size, bool) or max_batch_size < 1:
+            raise ValueError(f"max_batch_size is {max_batch_size!r}, expected an integer of at least 1")
+        self.device = as_device(device)
+        self.max_batch_size = max_batch_size
+        self.mailbox = mailbox
+        if mailbox is not None and mailbox.layout.fingerprint != _fingerprint(self.fields):
+            raise ValueError(f"the mailbox has the fields {mailbox.fields}, the assembler {self.fields}")
+        self.debug = debug
+        self.vocab_size = vocab_size
+        self._machine = machine_for(self.device) if machine is None else machine
+        self._outputs = make_outputs(self.fields, max_batch_size, self.device, outputs, output_memory)
+        self._no_outputs = (None,) * len(self.fields)
+        self._no_rows = {field.name: self._zeros(0, field) for field in self.fields}
+        self._all_present = MappingProxyType(dict.fromkeys(self._names, True))
+        self._ring: StagingRing | None = None
+        if self._machine.has_kernel:
+            self._ring = StagingRing(StagingRing.bytes_for(self.fields, max_batch_size), self._machine.pins)
+        # Sources that a launch reads by address, and the allocators cannot see it: kept until its marker.
+        self._in_flight: deque[tuple[CompletionMarker, object]] = deque()
+        self._relay_tables: tuple[FutureMap, tuple[object, ...], tuple[object, ...]] | None = None
+
+    # -- the two ways in
+
+    def assemble_slots(
+        self,
+        slots: Sequence[int] | torch.Tensor,
+        owners: Sequence[int] | torch.Tensor | None = None,
+        request_ids: Sequence[object] | None = None,
+        *,
+        relay: Relay | None = None,
+        pad_to: int | None = None,
+        batch_outputs: bool = True,
+    ) -> DraftBatch:
+        """Assemble records of the mailbox: row i is that of slots[i] (a slot may repeat).
+
+        slots, owners: [b] integers on the host. With owners, each record must be its owner's.
+        relay: publish and stash in the same launch. pad_to: rows b.. of the batch are zero.
+        batch_outputs=False: write the relay only.
+        Raises SlotError, RelayError, CapacityError or CaptureError before anything is written.
+        """
+        self._machine.refuse_capture()
+        mailbox = self._the_mailbox()
+        numbers = as_int64(slots, "slots")
+        tags = None if owners is None else as_int64(owners, "owners")
+        if tags is not None and len(tags) != len(numbers):
+            raise ValueError(f"{len(numbers)} slots but {len(tags)} owners")
+        num_padded = self._check_call(len(numbers), request_ids, relay, pad_to, batch_outputs)
+        if not are_slots_good(mailbox, numbers, tags):
+            raise_problems(slot_problems(mailbox, numbers, tags, request_ids))
+        if self.debug:
+            views = [mailbox.view(field.name) for field in self.fields]
+            rows = [[view[slot] for slot in numbers.tolist()] for view in views]
+            raise_problems(value_problems(self.fields, rows, request_ids, self.vocab_size))
+        located = locate_slots(mailbox, numbers, self._machine)
+        batch = self._launch(located, relay, num_padded, batch_outputs)
+        if located.route == "slots":
+            mailbox.note_readers(numbers, batch.done)
+        return batch
+
+    def assemble_rows(
+        self,
+        request_ids: Sequence[object] | None = None,
+        *,
+        relay: Relay | None = None,
+        pad_to: int | None = None,
+        batch_outputs: bool = True,
+        **rows: Sequence[object] | None,
+    ) -> DraftBatch:
+        """Assemble separate rows: a keyword a field, each with a list of b rows, in the batch's order.
+
+        A row is a tensor [width] on the CPU or the assembler's device (at any address, of any stride),
+        a NumPy array, or a list. An optional field's list may be left out, or hold None.
+        The rest as for `assemble_slots`. Raises MissingRowError, RowShapeError, RowDtypeError,
+        RowDeviceError, RelayError, CapacityError or CaptureError before anything is written.
+        """
+        self._machine.refuse_capture()
+        num_rows = check_row_lists(self.fields, rows)
+        num_padded = self._check_call(num_rows, request_ids, relay, pad_to, batch_outputs)
+        if num_rows == 0:
+            return self._empty(num_padded, batch_outputs)
+        if not all(
+            (given := rows.get(field.name)) is not None and are_rows_plain(field, given, self.device)
+            for field in self.fields
+        ):
+            raise_problems(row_problems(self.fields, rows, request_ids, self.device))
+        checked = [field_rows(field, rows.get(field.name), num_rows, self.device) for field in self.fields]
+        if self.debug:
+            values = [r.rows for r in checked]
+            raise_problems(value_problems(self.fields, values, request_ids, self.vocab_size))
+        located = locate_rows(self.fields, checked, request_ids, self._machine)
+        return self._launch(located, relay, num_padded, batch_outputs)
+
+    # -- the same checks without raising
+
+    def check_slots(
+        self,
+        slots: Sequence[int] | torch.Tensor,
+        owners: Sequence[int] | torch.Tensor | None = None,
+        request_ids: Sequence[object] | None = None,
+    ) -> list[Problem]:
+        """Every problem for which `assemble_slots` would refuse these slots; empty when it would not."""
+        numbers = as_int64(slots, "slots")
+        check_request_ids(request_ids, len(numbers))
+        return slot_problems(
+            self._the_mailbox(), numbers, None if owners is None else as_int64(owners, "owners"), request_ids
+        )
+
+    def check_rows(
+        self, request_ids: Sequence[object] | None = None, **rows: Sequence[object] | None
+    ) -> list[Problem]:
+        """Every problem for which `assemble_rows` would refuse these rows; empty when it would not."""
+        check_request_ids(request_ids, check_row_lists(self.fields, rows))
+        return row_problems(self.fields, rows, request_ids, self.device)
+
+    def warmup(self) -> None:
+        """Compile and load every variant that serving uses, so that none is compiled later.
+
+        Touches memory of the assembler's own only. Waits for the compiler: for start-up.
+        """
+        mailbox = DraftMailbox(self.fields, 1, pin_memory=self._machine.pins)
+        mailbox.put(0, 0, **{field.name: torch.zeros(field.width, dtype=field.dtype) for field in self.fields})
+        own = DraftAssembler(self.fields, self.device, 1, mailbox, machine=self._machine)
+        future_map = FutureMap(self.fields, 2, self.device)
+        one = torch.ones(1, dtype=torch.int64, device=self.device)
+        relay = Relay(future_map, one, one, one)
+        rows = {field.name: [torch.zeros(field.width, dtype=field.dtype, device=self.device)] for field in self.fields}
+        for batch_outputs, given in ((True, None), (True, relay), (False, relay)):
+            own.assemble_slots([0], relay=given, batch_outputs=batch_outputs)
+            own.assemble_rows(relay=given, batch_outputs=batch_outputs, **rows)
+
+    @property
+    def num_staging_buffers(self) -> int:
+        """How far the staging ring has grown; 0 where rows are never staged for a device."""
+        return 0 if self._ring is None else self._ring.num_buffers
+
+    # -- inside
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(field.name for field in self.fields)
+
+    def _the_mailbox(self) -> DraftMailbox:
+        if self.mailbox is None:
+            raise ValueError("this assembler was made without a mailbox: DraftAssembler(..., mailbox=...)")
+        return self.mailbox
+
+    def _check_call(
+        self,
+        num_rows: int,
+        request_ids: Sequence[object] | None,
+        relay: Relay | None,
+        pad_to: int | None,
+        batch_outputs: bool,
+    ) -> int:
+        """The checks that do not look at rows. The number of rows of the outputs."""
+        num_padded = check_batch_size(num_rows, pad_to, self.max_batch_size)
+        check_request_ids(request_ids, num_rows)
+        if relay is not None:
+            if relay.future_map.device != self.device:
+                raise RelayError(f"the future map is on {relay.future_map.device}, the assembler on {self.device}")
+            self._relayed_fields(relay.future_map)
+            check_relay(relay, num_rows, self.device)
+        elif not batch_outputs:
+            raise ValueError("batch_outputs=False without a relay would write nothing")
+        return num_padded
+
+    def _launch(self, located: Located, relay: Relay | None, num_padded: int, batch_outputs: bool) -> DraftBatch:
+        if located.num_rows == 0:
+            return self._empty(num_padded, batch_outputs)
+        outputs = self._outputs.take(num_padded) if batch_outputs else self._no_outputs
+        staging = None if self._ring is None else self._ring.take()
+        target = None if relay is None else self._relay_target(relay)
+        descriptor = describe(self.fields, located, outputs, num_padded, target, staging, self._machine)
+        done = launch(descriptor, self._machine)
+        if relay is not None:
+            relay.future_map.raise_fence()
+        if staging is not None:
+            staging.marker = done
+            self._hold(done, descriptor)
+        return self._batch(located, outputs, done, num_padded)
+
+    def _hold(self, done: CompletionMarker, held: object) -> None:
+        while self._in_flight and self._in_flight[0][0].query():
+            self._in_flight.popleft()
+        self._in_flight.append((done, held))
+
+    def _batch(
+        self, located: Located, outputs: Sequence[RowTable | None], done: CompletionMarker, num_padded: int
+    ) -> DraftBatch:
+        tensors = {
+            name: table.tensor
+            for name, table, absent in zip(self._names, outputs, located.present, strict=True)
+            if table is not None and absent is None
+        }
+        present: Mapping[str, bool] = self._all_present
+        if any(absent is not None for absent in located.present):
+            present = {name: absent is None for name, absent in zip(self._names, located.present, strict=True)}
+        return DraftBatch(tensors, located.route, present, done, located.num_rows, num_padded)
+
+    def _empty(self, num_padded: int, batch_outputs: bool) -> DraftBatch:
+        """No rows: typed tensors of padding only, nothing launched, nothing relayed."""
+        tensors: dict[str, torch.Tensor] = {}
+        if batch_outputs and num_padded:
+            for field, table in zip(self.fields, self._outputs.take(num_padded), strict=True):
+                tensors[field.name] = table.tensor.zero_()
+        elif batch_outputs:
+            tensors = dict(self._no_rows)
+        return DraftBatch(tensors, "empty", self._all_present, DONE, 0, num_padded)
+
+    def _zeros(self, num_rows: int, field: Field) -> torch.Tensor:
+        return torch.zeros((num_rows, field.width), dtype=field.dtype, device=self.device)
+
+    def _relayed_fields(self, future_map: FutureMap) -> tuple[tuple[RowTable | None, ...], tuple[torch.Tensor | None, ...]]:
+        """The map's tables for our fields; checked once for each map."""
+        if self._relay_tables is None or self._relay_tables[0] is not future_map:
+            self._relay_tables = (future_map, *future_map.relayed_fields(self.fields))
+        return self._relay_tables[1:]
+
+    def _relay_target(self, relay: Relay) -> RelayTarget:
+        tables, valid = self._relayed_fields(relay.future_map)
+        return RelayTarget(
+            future_indices=relay.future_indices,
+            seq_lens=relay.seq_lens,
+            bonus_tokens=relay.bonus_tokens,
+            seq_lens_buf=relay.future_map.new_seq_lens_buf,
+            bonus_tokens_buf=relay.future_map.output_tokens_buf,
+            fields=tables,
+            valid=valid,
+        )
+
+
+def _fingerprint(fields: Sequence[Field]) -> int:
+    from draftgather.fields import RecordLayout
+
+    return RecordLayout.of(fields).fingerprint

@@ -1,0 +1,32 @@
+"""What one call of the assembler yields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from draftgather.completion import CompletionMarker
+
+Route = Literal["slots", "pointers", "staged", "empty"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """Batched draft rows: row i is the i-th request's.
+
+    tensors: [num_padded, width] a field, on the assembler's device; a field that is not present in
+        every row is left out, and so are all with batch_outputs=False. With outputs="fresh" they
+        are the caller's; with "fixed" the next call overwrites them, and the caller orders that.
+    present: a field, whether every row has it: known on the host, without a device read.
+    done: the launch's completion marker; `tensors` may be used at once on the same stream.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    route: Route  # which way the rows came
+    present: Mapping[str, bool]
+    done: CompletionMarker
+    num_rows: int  # b: rows of requests
+    num_padded: int  # rows of the tensors; b.. are zero

@@ -1,0 +1,288 @@
+"""The relay between iterations: publish and stash now, resolve in the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftgather.check import check_future_indices, check_relay_vector
+from draftgather.draft_input import EagleDraftInput
+from draftgather.errors import RelayError
+from draftgather.fields import Field
+from draftgather.kernels.gather_rows import FieldSource, LaunchDescriptor, RelayTarget, RowTable
+from draftgather.launch import launch
+from draftgather.machine import Machine, as_device, machine_for
+from draftgather.memory import HostBlockCache, allocate_table
+
+_POISON = -1
+
+
+class FutureMap:
+    """Draft rows, bonus tokens and sequence lengths by request pool index, at fixed addresses.
+
+    Slot 0 is the padding sink: padded rows of a CUDA graph may write and read it, and nothing in
+    it means anything. What the map holds is overwritten by the next stash to the same index; who
+    may write when is the scheduler's order of streams, as in sglang: all work runs on the
+    caller's current stream.
+
+    debug: rows start poisoned, resolve asserts that what it reads was published and stashed
+    since it was last read, and poisons it again (consume once).
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[Field],
+        num_slots: int,
+        device: torch.device | str = "cpu",
+        debug: bool = False,
+        *,
+        machine: Machine | None = None,
+    ) -> None:
+        """fields may be empty: a relay of bonus tokens and sequence lengths only (DFLASH).
+
+        machine: what the device can do; None probes it.
+        """
+        self.fields = tuple(fields)
+        if len({field.name for field in self.fields}) < len(self.fields):
+            raise ValueError(f"field names repeat: {[field.name for field in self.fields]}")
+        if not isinstance(num_slots, int) or isinstance(num_slots, bool) or num_slots < 2:
+            raise ValueError(f"num_slots is {num_slots!r}, expected an integer of at least 2 (slot 0 is padding)")
+        self.num_slots = num_slots
+        self.device = as_device(device)
+        self.debug = debug
+        self._machine = machine_for(self.device) if machine is None else machine
+        self._tables = tuple(self._table(field.width, field.dtype) for field in self.fields)
+        self._valid = {field.name: self._table(1, torch.bool) for field in self.fields if field.optional}
+        self._seq_lens, self._bonus_tokens = self._table(1, torch.int64), self._table(1, torch.int64)
+        self._blocks = HostBlockCache()
+
+        # The same memory as tensors: sglang's names for the two vectors, and a tensor a field.
+        self.new_seq_lens_buf = self._seq_lens.tensor[:, 0]  # [num_slots] int64
+        self.output_tokens_buf = self._bonus_tokens.tensor[:, 0]  # [num_slots] int64
+        self.buffers = {
+            field.name: table.tensor for field, table in zip(self.fields, self._tables, strict=True)
+        }  # [num_slots, width] a field
+        self.valid = {name: table.tensor[:, 0] for name, table in self._valid.items()}  # [num_slots] bool
+        self.publish_ready: torch.cuda.Event | None = None
+        if debug:
+            self.new_seq_lens_buf.fill_(_POISON)
+            self.output_tokens_buf.fill_(_POISON)
+
+    # -- what the assembler's fused launch writes
+
+    def relayed_fields(self, fields: Sequence[Field]) -> tuple[tuple[RowTable | None, ...], tuple[torch.Tensor | None, ...]]:
+        """A table and a validity vector for each of `fields`, None where this map does not relay it.
+
+        Raises RelayError where this map relays a field that `fields` lacks, or in another width or dtype.
+        """
+        given = {field.name: field for field in fields}
+        for own in self.fields:
+            field = given.get(own.name)
+            if field is None:
+                raise RelayError(f"the future map relays {own.name!r}, which is not one of {sorted(given)}")
+            if (field.width, field.dtype) != (own.width, own.dtype):
+                raise RelayError(
+                    f"{own.name}: the rows are {field.width} {field.dtype}, the future map's {own.width} {own.dtype}"
+                )
+            if field.optional and not own.optional:
+                raise RelayError(f"{own.name} is optional for the rows, but not for the future map")
+        tables = {own.name: table for own, table in zip(self.fields, self._tables, strict=True)}
+        return tuple(tables.get(f.name) for f in fields), tuple(self.valid.get(f.name) for f in fields)
+
+    def raise_fence(self) -> None:
+        """Record that sequence lengths are published: the scheduler waits for this, and only this."""
+        if self.device.type == "cuda":
+            if self.publish_ready is None:
+                self.publish_ready = torch.cuda.Event()
+            self.publish_ready.record(torch.cuda.current_stream(self.device))
+
+    # -- the two-call mode
+
+    def publish(self, future_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Write sequence lengths [b] and raise the fence. An empty batch does nothing."""
+        num_rows = self._check_indices(future_indices)
+        check_relay_vector(seq_lens, "seq_lens", num_rows, self.device)
+        if num_rows == 0:
+            return
+        self.new_seq_lens_buf[future_indices.long()] = seq_lens.long()
+        self.raise_fence()
+
+    def stash(self, future_indices: torch.Tensor, draft_input: Any) -> None:
+        """Write the bonus tokens and every field of `draft_input` into the rows of `future_indices`.
+
+        draft_input: an EagleDraftInput, or anything with `bonus_tokens` [b] and an attribute [b, width] a
+        field. An optional field that is None makes the rows' validity false; another missing field,
+        and any other width, dtype or device, is a RelayError, and nothing is written.
+        """
+        num_rows = self._check_indices(future_indices)
+        bonus_tokens = getattr(draft_input, "bonus_tokens", None)
+        check_relay_vector(bonus_tokens, "bonus_tokens", num_rows, self.device)
+        assert isinstance(bonus_tokens, torch.Tensor)
+        tensors = [_field_of(draft_input, field.name) for field in self.fields]
+        for field, tensor in zip(self.fields, tensors, strict=True):
+            self._check_rows(field, tensor, num_rows)
+        if num_rows == 0:
+            return
+        absent = torch.zeros(num_rows, dtype=torch.uint8, device=self.device)
+        self._launch(
+            num_rows,
+            self.fields,
+            # The source of an absent field is never looked at: its presence says so.
+            sources=tuple(
+                FieldSource(pool=self._output(num_rows, field) if t is None else RowTable.over(t.contiguous()))
+                for t, field in zip(tensors, self.fields, strict=True)
+            ),
+            slots=torch.arange(num_rows, device=self.device),
+            present=tuple(absent if t is None else None for t in tensors),
+            outputs=(None,) * len(self.fields),
+            relay=RelayTarget(
+                future_indices=future_indices,
+                seq_lens=None,
+                bonus_tokens=bonus_tokens,
+                seq_lens_buf=self.new_seq_lens_buf,
+                bonus_tokens_buf=self.output_tokens_buf,
+                fields=self._tables,
+                valid=tuple(self.valid.get(field.name) for field in self.fields),
+            ),
+        )
+
+    def resolve(self, batch: Any) -> None:
+        """Fill `batch.spec_info` and `batch.seq_lens` with the rows of `batch.spec_info.future_indices`.
+
+        One launch. Row i is that of future_indices[i], after any filter and merge. An optional field
+        that `spec_info.present` calls absent becomes None; of the others `spec_info.valid[name]` [b]
+        bool tells which rows are real. No draft input, or an empty one: nothing is done.
+        """
+        draft_input = batch.spec_info
+        if draft_input is None or draft_input.future_indices is None or len(draft_input.future_indices) == 0:
+            return
+        indices = draft_input.future_indices
+        num_rows = self._check_indices(indices, may_repeat=True)
+        if self.publish_ready is not None:
+            self.publish_ready.wait(torch.cuda.current_stream(self.device))
+        vectors = (Field("resolved_seq_lens", 1, torch.int64), Field("resolved_bonus_tokens", 1, torch.int64))
+        masks = tuple(Field(f"valid_{name}", 1, torch.bool) for name in self._valid)
+        fields = (*vectors, *self.fields, *masks)
+        tables = (self._seq_lens, self._bonus_tokens, *self._tables, *self._valid.values())
+        outputs = tuple(self._output(num_rows, field) for field in fields)
+        self._launch(
+            num_rows,
+            fields,
+            sources=tuple(FieldSource(pool=table) for table in tables),
+            slots=indices.contiguous(),
+            present=(None,) * len(fields),
+            outputs=outputs,
+            relay=None,
+        )
+        seq_lens, bonus_tokens = outputs[0].tensor[:, 0], outputs[1].tensor[:, 0]
+        if self.debug:
+            self._consume(indices, seq_lens, bonus_tokens)
+        batch.seq_lens = seq_lens
+        draft_input.bonus_tokens = bonus_tokens
+        rows = {field.name: table.tensor for field, table in zip(fields, outputs, strict=True)}
+        presence = getattr(draft_input, "present", {})
+        for field in self.fields:
+            is_present = presence.get(field.name, True)
+            _set_field(draft_input, field.name, rows[field.name] if is_present else None)
+            if field.optional:
+                draft_input.valid[field.name] = rows[f"valid_{field.name}"][:, 0]
+
+    # -- inside
+
+    def _table(self, width: int, dtype: torch.dtype) -> RowTable:
+        return allocate_table(self.num_slots, width, dtype, self.device, pin=False)
+
+    def _output(self, num_rows: int, field: Field) -> RowTable:
+        if self.device.type == "cpu":
+            return self._blocks.table(num_rows, field.width, field.dtype)
+        return RowTable.over(torch.empty((num_rows, field.width), dtype=field.dtype, device=self.device))
+
+    def _launch(
+        self,
+        num_rows: int,
+        fields: Sequence[Field],
+        *,
+        sources: tuple[FieldSource, ...],
+        slots: torch.Tensor,
+        present: tuple[torch.Tensor | None, ...],
+        outputs: tuple[RowTable | None, ...],
+        relay: RelayTarget | None,
+    ) -> None:
+        self._machine.refuse_capture()
+        descriptor = LaunchDescriptor(
+            num_rows=num_rows,
+            num_padded=num_rows,
+            sources=sources,
+            slots=slots,
+            present=present,
+            outputs=outputs,
+            dtypes=tuple(field.dtype for field in fields),
+            widths=tuple(field.width for field in fields),
+            relay=relay,
+        )
+        launch(descriptor, self._machine)
+
+    def _check_indices(self, future_indices: object, may_repeat: bool = False) -> int:
+        """The number of rows."""
+        if not isinstance(future_indices, torch.Tensor) or future_indices.ndim != 1:
+            raise RelayError(f"future_indices is {future_indices!r}, expected a tensor [b] of integers")
+        num_rows = len(future_indices)
+        check_relay_vector(future_indices, "future_indices", num_rows, self.device)
+        if num_rows and future_indices.is_cpu:
+            check_future_indices(future_indices, num_rows, self.num_slots, may_repeat)
+        return num_rows
+
+    def _check_rows(self, field: Field, tensor: object, num_rows: int) -> None:
+        if tensor is None and field.optional:
+            return
+        if not isinstance(tensor, torch.Tensor):
+            raise RelayError(f"{field.name} is {tensor!r}, expected a tensor [{num_rows}, {field.width}]")
+        got = (tuple(tensor.shape), tensor.dtype, tensor.device)
+        expected = ((num_rows, field.width), field.dtype, self.device)
+        if got != expected:
+            raise RelayError(f"{field.name} is {got[0]} {got[1]} on {got[2]}, expected {expected[0]} {expected[1]} on {expected[2]}")
+
+    def _consume(self, indices: torch.Tensor, seq_lens: torch.Tensor, bonus_tokens: torch.Tensor) -> None:
+        """Debug: every row read was written since it was last read; poison it for the next."""
+        is_fresh = (seq_lens >= 0) & (bonus_tokens >= 0) | (indices == 0)
+        if self.device.type == "cpu":
+            stale = indices[~is_fresh].tolist()
+            if stale:
+                raise RelayError(f"future indices {stale} were resolved without a publish and stash since the last time")
+        else:
+            torch._assert_async(is_fresh.all())
+        self.new_seq_lens_buf[indices.long()] = _POISON
+        self.output_tokens_buf[indices.long()] = _POISON
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """Publish and stash in the assembler's launch. Tensors lie on the future map's device.
+
+    future_indices: [b] int64 or int32, request pool indices; out-of-range or repeated ones are
+        refused where the host can see them (on the CPU, or by `future_indices_cpu`), and otherwise
+        out-of-range ones are left out and repeated ones are the caller's duty.
+    seq_lens, bonus_tokens: [b] int64 or int32.
+    """
+
+    future_map: FutureMap
+    future_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    bonus_tokens: torch.Tensor
+    future_indices_cpu: torch.Tensor | None = None
+
+
+def _field_of(draft_input: Any, name: str) -> torch.Tensor | None:
+    if isinstance(draft_input, EagleDraftInput):
+        return draft_input.rows(name)
+    return getattr(draft_input, name, None)
+
+
+def _set_field(draft_input: Any, name: str, rows: torch.Tensor | None) -> None:
+    if isinstance(draft_input, EagleDraftInput):
+        draft_input.set_rows(name, rows)
+    else:
+        setattr(draft_input, name, rows)

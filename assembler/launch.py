@@ -1,0 +1,17 @@
+"""Step 4 of a row's path: one launch, on the caller's current stream."""
+
+from __future__ import annotations
+
+from draftgather.completion import DONE, CompletionMarker, mark
+from draftgather.kernels.gather_rows import LaunchDescriptor, gather_rows, gather_rows_torch
+from draftgather.machine import Machine
+
+
+def launch(descriptor: LaunchDescriptor, machine: Machine) -> CompletionMarker:
+    """Run the kernel, or its twin where there is no kernel; the marker tells when it is done."""
+    if not machine.has_kernel:
+        gather_rows_torch(descriptor)
+        return DONE
+    with machine.active():
+        gather_rows(descriptor)
+        return mark(machine.device)

@@ -1,0 +1,90 @@
+"""Step 2 of a row's path: where the rows are, and by which route they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from draftgather.check import FieldRows, Int64Array
+from draftgather.draft_batch import Route
+from draftgather.errors import Problem, RowDeviceError, raise_problems
+from draftgather.fields import Field
+from draftgather.kernels.gather_rows import FieldSource
+from draftgather.machine import Machine
+from draftgather.mailbox import DraftMailbox
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where the checked rows of one batch are."""
+
+    route: Route
+    num_rows: int
+    sources: tuple[FieldSource, ...]  # one a field
+    slots: Int64Array | None  # [b] of the sources' pools; None: separate rows
+    present: tuple[np.ndarray[Any, np.dtype[np.bool_]] | None, ...]  # [b] a field; None: every row has it
+
+
+def locate_slots(mailbox: DraftMailbox, slots: Int64Array, machine: Machine) -> Located:
+    """Rows that are records of `mailbox`: read in place, or staged where the device cannot."""
+    present: list[np.ndarray[Any, np.dtype[np.bool_]] | None] = [None] * len(mailbox.fields)
+    for row, f in enumerate(mailbox.layout.optional_fields):
+        has_field = mailbox.presence[row, slots]
+        present[f] = None if has_field.all() else has_field
+    in_place = not machine.has_kernel or all(machine.can_read(mailbox.view(field.name)) for field in mailbox.fields)
+    return Located("slots" if in_place else "staged", len(slots), mailbox.sources, slots, tuple(present))
+
+
+def locate_rows(
+    fields: Sequence[Field], rows: Sequence[FieldRows], request_ids: Sequence[object] | None, machine: Machine
+) -> Located:
+    """Rows that are separate tensors: read in place where the device can read every one of them."""
+    num_rows = len(rows[0].rows)
+    if machine.has_kernel:
+        rows = [FieldRows([_dense(row) for row in r.rows], r.dtype, r.is_copied) for r in rows]
+    sources = tuple(FieldSource(rows=r.rows, dtype=r.dtype) for r in rows)
+    present = tuple(_present(field, r) for field, r in zip(fields, rows, strict=True))
+    if machine.has_kernel and not all(machine.can_read(t) for r in rows for t in r.rows if t is not None):
+        problems = _device_problems(fields, rows, request_ids, machine)
+        raise_problems(problems)
+        route: Route = "staged"
+    else:
+        route = "staged" if any(r.is_copied for r in rows) else "pointers"
+    return Located(route, num_rows, sources, None, present)
+
+
+def _dense(row: torch.Tensor | None) -> torch.Tensor | None:
+    """A row whose elements lie one after the other, as an address alone says nothing of strides."""
+    if row is None or (row.is_contiguous() and not row.is_neg()):
+        return row
+    return row.detach().resolve_neg().contiguous()
+
+
+def _present(field: Field, rows: FieldRows) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+    if not field.optional:
+        return None
+    has_field = np.array([row is not None for row in rows.rows], dtype=bool)
+    return None if has_field.all() else has_field
+
+
+def _device_problems(
+    fields: Sequence[Field], rows: Sequence[FieldRows], request_ids: Sequence[object] | None, machine: Machine
+) -> list[Problem]:
+    """Rows on the device, in a batch that has pageable ones: staging them would make the host wait."""
+    return [
+        Problem(
+            i,
+            None if request_ids is None else request_ids[i],
+            field.name,
+            f"is on {row.device}, others of the batch in pageable host memory",
+            f"all of a batch on {machine.device} or in pinned memory, or all on the host",
+            RowDeviceError,
+        )
+        for field, field_rows in zip(fields, rows, strict=True)
+        for i, row in enumerate(field_rows.rows)
+        if isinstance(row, torch.Tensor) and not row.is_cpu
+    ]

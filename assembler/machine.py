@@ -1,0 +1,60 @@
+"""What the device at hand can do: the one place that knows one kind of machine from another."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from draftgather.errors import CaptureError
+from draftgather.memory import can_pin, notice_once, zero_copy_works
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """device: where the batch goes. has_kernel: rows go through the Triton kernel, else its twin."""
+
+    device: torch.device
+    has_kernel: bool
+    pins: bool  # the host's side of a transfer can be page-locked
+    zero_copy: bool  # the device reads pinned host memory in place, live
+
+    def can_read(self, tensor: torch.Tensor) -> bool:
+        """Whether a launch can read `tensor` where it is."""
+        return tensor.device == self.device or (self.zero_copy and tensor.is_pinned())
+
+    def refuse_capture(self) -> None:
+        """CaptureError while the current stream is capturing a CUDA graph."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                "a CUDA graph is being captured: the slots and addresses of this one batch would be frozen into it. "
+                'Assemble before the graph, with outputs="fixed", and let the graph read those tensors'
+            )
+
+    def active(self) -> AbstractContextManager[object]:
+        """Make `device` the current one around a launch (Triton launches on the current device)."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+@cache
+def machine_for(device: torch.device) -> Machine:
+    """What `device` can do, probed once a process."""
+    if device.type == "cpu":
+        return Machine(device, has_kernel=False, pins=False, zero_copy=False)
+    if device.type != "cuda":
+        raise ValueError(f"device is {device}, expected cpu or cuda")
+    pins = can_pin()
+    # HIP: memory may have another address on the device than on the host; copies are used there.
+    if torch.version.hip is not None:
+        notice_once("on ROCm rows are copied to the device: reading host memory in place is not enabled there")
+    return Machine(device, True, pins, torch.version.hip is None and zero_copy_works(device))
+
+
+def as_device(device: torch.device | str) -> torch.device:
+    """`device` with its index: "cuda" is the current one."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device

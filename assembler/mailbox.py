@@ -1,0 +1,295 @@
+"""The mailbox: the pool of draft records that draftgather owns."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from draftgather.completion import DONE, CompletionMarker, both_done
+from draftgather.errors import MailboxFullError, Problem, SlotError, raise_problems
+from draftgather.fields import TAG_WORDS, Field, RecordLayout
+from draftgather.kernels.gather_rows import FieldSource, RowTable
+from draftgather.memory import allocate_slab, can_pin
+from draftgather.rows import row_problem, to_row
+
+# What a slot is. A slot that is being freed stays WRITTEN or HELD to nobody: it is DRAINING.
+FREE, HELD, WRITTEN, DRAINING = range(4)
+_STATE_WORDS = ("free", "not written", "written", "released, with a launch that still reads it")
+
+_CPU = torch.device("cpu")
+_INT64 = np.iinfo(np.int64)
+
+
+class BufferInfo(NamedTuple):
+    """The one packed entry with which a transfer engine registers the mailbox and writes whole records."""
+
+    address: int  # of record 0
+    num_bytes: int  # of the slab
+    record_bytes: int  # record i lies at address + i * record_bytes
+
+
+class DraftMailbox:
+    """`num_slots` records in one page-aligned slab, pinned where the machine can.
+
+    A slot's life: `acquire` (or a first `put` or `accept` on a number of the caller's own)
+    holds it for one tenant; `put` or `accept` makes it *written*, a state of its own, for owner 0
+    as for any other; `release` ends the tenancy, and the record is free for the next once the
+    last launch that read it is done. Each tenancy of a slot has a generation number, one above
+    the last one's, so that a late write by a former tenant with the same owner can be told.
+
+    Threads: `acquire`, `put`, `accept` and `release` may be called from any thread. Different
+    threads may `put` different slots at once; a slot is written by one thread at a time. A `put`
+    into a slot that a launch still reads is refused.
+
+    Memory belongs to the mailbox, and lives as long as it, its views and the launches that read it.
+    """
+
+    def __init__(self, fields: Sequence[Field], num_slots: int, pin_memory: bool | None = None) -> None:
+        """pin_memory: None pins if the machine can; False touches no CUDA state (fork safety)."""
+        self.layout = RecordLayout.of(fields)
+        self.fields = self.layout.fields
+        if not isinstance(num_slots, int) or isinstance(num_slots, bool) or num_slots < 1:
+            raise ValueError(f"num_slots is {num_slots!r}, expected an integer of at least 1")
+        self.num_slots = num_slots
+        self.is_pinned = can_pin() if pin_memory is None else pin_memory
+        self._slab = allocate_slab(num_slots * self.layout.record_bytes, self.is_pinned)
+        self._address = self._slab.data_ptr()
+        self._views = {field.name: self._field_view(i) for i, field in enumerate(self.fields)}
+        self.sources = tuple(FieldSource(pool=RowTable.over(view)) for view in self._views.values())
+        tag_item = self.layout.tag_offset // 8
+        record_items = self.layout.record_bytes // 8
+        words = self._slab.view(torch.int64).view(num_slots, record_items)
+        self._tags: np.ndarray[Any, np.dtype[np.int64]] = words[:, tag_item : tag_item + TAG_WORDS].numpy()
+
+        # Host copies of the tags, contiguous: the hot path never reads inside the records.
+        self.states = np.zeros(num_slots, np.int8)
+        self.owners = np.zeros(num_slots, np.int64)
+        # A row an optional field: which records have it.
+        self.presence = np.zeros((len(self.layout.optional_fields), num_slots), bool)
+        self._generations = np.ones(num_slots, np.int64)
+
+        self._lock = threading.Lock()
+        # First in, first out: a freed slot rests for as long as possible before its next tenant.
+        self._free = deque(range(num_slots))
+        self._is_queued = np.ones(num_slots, bool)
+        self._readers: dict[int, CompletionMarker] = {}  # slot -> the last launch that reads it
+        self._draining: deque[int] = deque()
+
+    # -- what a transfer engine needs
+
+    def buffer_info(self) -> BufferInfo:
+        return BufferInfo(self._address, self._slab.numel(), self.layout.record_bytes)
+
+    def view(self, name: str) -> torch.Tensor:
+        """[num_slots, width] of one field, strided over the records: for reading."""
+        return self._views[name]
+
+    def generation(self, slot: int) -> int:
+        """The number of the slot's tenancy (the coming one, of a free slot): a writer puts it into the tag."""
+        return int(self._generations[self._slot(slot)])
+
+    # -- a slot's life
+
+    def acquire(self) -> int:
+        """Hold a free slot; MailboxFullError at once where there is none."""
+        with self._lock:
+            if not self._free:
+                self._drain()
+            while self._free:
+                slot = self._free.popleft()
+                self._is_queued[slot] = False
+                # Slots that a caller took by number are still queued, and skipped here.
+                if self.states[slot] == FREE:
+                    self.states[slot] = HELD
+                    return slot
+        raise MailboxFullError(
+            f"all {self.num_slots} slots are in use ({len(self._draining)} released, but still read by a launch)"
+        )
+
+    def put(self, slot: int, owner: int, **rows: object) -> None:
+        """Write the row of one request that is in this process.
+
+        owner: any 64-bit integer; 0 is one like any other. rows: a keyword a field, a CPU tensor or
+        array [width], or a list; an optional field may be left out. A held slot takes its first
+        owner; a written one may be written again by its owner only.
+        Raises SlotError, MissingRowError, RowShapeError, RowDtypeError or RowDeviceError before
+        anything is written; ValueError for an unknown field or an owner of more than 64 bits.
+        """
+        slot = self._slot(slot)
+        if not (isinstance(owner, (int, np.integer)) and _INT64.min <= owner <= _INT64.max):
+            raise ValueError(f"owner is {owner!r}, expected a 64-bit integer")
+        record = self._address + slot * self.layout.record_bytes
+        moves, present, found = [], [], 0
+        for field, offset in zip(self.fields, self.layout.offsets, strict=True):
+            row = rows.get(field.name)
+            found += field.name in rows
+            if not (
+                type(row) is torch.Tensor
+                and row.dtype is field.dtype
+                and row.shape == (field.width,)
+                and row.is_cpu
+                and row.is_contiguous()
+                and not row.is_neg()
+                and row.data_ptr()
+            ):
+                row = self._converted(field, row, slot)
+            if field.optional:
+                present.append(row is not None)
+            if row is not None:
+                # `row` rides along so that a converted copy lives until it is moved.
+                moves.append((record + offset, row.data_ptr(), field.row_bytes, row))
+        if found < len(rows):
+            unknown = sorted(set(rows) - {field.name for field in self.fields})
+            raise ValueError(f"unknown fields {unknown}; the mailbox has {[field.name for field in self.fields]}")
+        self._begin_write(slot, int(owner))
+        for destination, source, num_bytes, _ in moves:
+            ctypes.memmove(destination, source, num_bytes)
+        self._tags[slot] = (owner, self._generations[slot], self.layout.layout_word(present))
+        self._end_write(slot, int(owner), present)
+
+    def accept(self, slots: Sequence[int], owners: Sequence[int]) -> None:
+        """Take over records that a transfer engine wrote, after its completion message.
+
+        Each record's own tag must name the expected owner, the slot's generation and this layout;
+        not written, torn, foreign, former generation and wrong owner are told apart in SlotError's
+        problems, and then no record is accepted.
+        """
+        if len(slots) != len(owners):
+            raise ValueError(f"{len(slots)} slots but {len(owners)} owners")
+        wanted = [(self._slot(slot), int(owner)) for slot, owner in zip(slots, owners, strict=True)]
+        with self._lock:
+            problems = []
+            for position, (slot, owner) in enumerate(wanted):
+                fault = self._tag_fault(slot, owner)
+                if fault is not None:
+                    problems.append(Problem(position, None, f"slot {slot}", *fault, SlotError))
+            if len({slot for slot, _ in wanted}) < len(wanted):
+                raise ValueError(f"slots repeat: {[slot for slot, _ in wanted]}")
+            raise_problems(problems)
+            for slot, owner in wanted:
+                bits = int(self._tags[slot, 2]) & 0xFF
+                self.presence[:, slot] = [bits >> i & 1 for i in range(len(self.presence))]
+                self.owners[slot] = owner
+                self.states[slot] = WRITTEN
+
+    def release(self, slots: Iterable[int] | int) -> None:
+        """End the tenancy of each slot; it is free once the last launch that read it is done.
+
+        SlotError names slots that nobody holds (a double release), and then none is released.
+        """
+        numbers = [slots] if isinstance(slots, (int, np.integer)) else list(slots)
+        wanted = [self._slot(slot) for slot in numbers]
+        with self._lock:
+            problems = [
+                Problem(position, None, f"slot {slot}", f"is {_STATE_WORDS[self.states[slot]]}", "a held slot", SlotError)
+                for position, slot in enumerate(wanted)
+                if self.states[slot] in (FREE, DRAINING) or slot in wanted[:position]
+            ]
+            raise_problems(problems)
+            for slot in wanted:
+                self.states[slot] = DRAINING
+                # The tag goes at once: whatever is written here later is not this tenant's.
+                self._tags[slot] = 0
+                self._generations[slot] += 1
+            self._draining.extend(wanted)
+            self._drain()
+
+    @property
+    def num_free(self) -> int:
+        """Slots that `acquire` would give."""
+        with self._lock:
+            self._drain()
+            return int(np.count_nonzero(self.states == FREE))
+
+    def note_readers(self, slots: np.ndarray[Any, Any], marker: CompletionMarker) -> None:
+        """For the assembler: a launch behind `marker` reads `slots`."""
+        if marker is DONE:
+            return
+        with self._lock:
+            for slot in set(slots.tolist()):
+                # Launches on two streams may end in either order: both must be done.
+                self._readers[slot] = both_done(self._readers.get(slot), marker)
+
+    # -- inside
+
+    def _field_view(self, i: int) -> torch.Tensor:
+        field, offset = self.fields[i], self.layout.offsets[i]
+        records = self._slab.view(self.num_slots, self.layout.record_bytes)
+        return records[:, offset : offset + field.row_bytes].view(field.dtype)
+
+    def _slot(self, slot: int) -> int:
+        if not isinstance(slot, (int, np.integer)) or isinstance(slot, bool) or not 0 <= slot < self.num_slots:
+            expected = f"an integer from 0 to {self.num_slots - 1}"
+            raise SlotError([Problem(0, None, "slot", f"is {slot!r}", expected, SlotError)])
+        return int(slot)
+
+    def _converted(self, field: Field, row: object, slot: int) -> torch.Tensor | None:
+        """The row as a contiguous tensor of exactly the field's width and dtype."""
+        problem = row_problem(field, row, slot, f"slot {slot}", _CPU)
+        if problem is not None:
+            raise_problems([problem])
+        tensor = to_row(field, row)
+        return None if tensor is None else tensor.detach()[: field.width].to(field.dtype).resolve_neg().contiguous()
+
+    def _begin_write(self, slot: int, owner: int) -> None:
+        with self._lock:
+            state, fault = self.states[slot], None
+            if state == DRAINING:
+                self._drain()
+                state = self.states[slot]
+            if state == DRAINING:
+                fault = (f"is {_STATE_WORDS[DRAINING]}", "a slot that nobody reads")
+            elif state == WRITTEN and self.owners[slot] != owner:
+                fault = (f"holds the row of owner {self.owners[slot]}", f"a slot of owner {owner}, or a released one")
+            elif slot in self._readers and not self._readers[slot].query():
+                fault = ("is read by a launch that is not done", "a slot that nobody reads")
+            if fault is not None:
+                raise SlotError([Problem(0, None, f"slot {slot}", *fault, SlotError)])
+            # Until the last byte is there nobody may gather it.
+            self.states[slot] = HELD
+
+    def _end_write(self, slot: int, owner: int, present: list[bool]) -> None:
+        if present:
+            self.presence[:, slot] = present
+        self.owners[slot] = owner
+        self.states[slot] = WRITTEN
+
+    def _tag_fault(self, slot: int, owner: int) -> tuple[str, str] | None:
+        """(got, expected) where the record's tag is not that of `owner`'s finished write; None where it is."""
+        got_owner, generation, word = (int(value) for value in self._tags[slot])
+        state = self.states[slot]
+        if state == DRAINING:
+            return f"is {_STATE_WORDS[DRAINING]}", "a held slot"
+        if word == 0:
+            torn = bool(got_owner or generation)
+            got = "is torn: its tag has no layout word" if torn else "is not written"
+            return got, f"a record of owner {owner}"
+        if word >> 8 != self.layout.fingerprint:
+            return f"has the foreign layout {word >> 8:#x}", f"layout {self.layout.fingerprint:#x}"
+        if generation != self._generations[slot]:
+            return f"is of generation {generation}", f"generation {self._generations[slot]}"
+        if got_owner != owner:
+            return f"is owned by {got_owner}", f"owner {owner}"
+        if state == WRITTEN and self.owners[slot] != owner:
+            return f"holds the row of owner {self.owners[slot]}", f"a slot of owner {owner}"
+        return None
+
+    def _drain(self) -> None:
+        """Free the released slots whose last reader is done."""
+        for _ in range(len(self._draining)):
+            slot = self._draining.popleft()
+            reader = self._readers.get(slot)
+            if reader is not None and not reader.query():
+                self._draining.append(slot)
+                continue
+            self._readers.pop(slot, None)
+            self.states[slot] = FREE
+            if not self._is_queued[slot]:
+                self._is_queued[slot] = True
+                self._free.append(slot)

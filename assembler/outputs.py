@@ -1,0 +1,68 @@
+"""The batched tensors: fresh ones for each call, or one set at fixed addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from draftgather.fields import Field
+from draftgather.kernels.gather_rows import RowTable
+from draftgather.memory import HostBlockCache, allocate_table, can_pin, notice_once
+
+OutputMode = Literal["fresh", "fixed"]
+OutputMemory = Literal["device", "pinned"]
+
+
+class FreshOutputs:
+    """Every call gets tensors of its own; their memory comes back when the caller drops them."""
+
+    def __init__(self, fields: Sequence[Field], device: torch.device, pin: bool) -> None:
+        self._fields = fields
+        self._device = torch.device("cpu") if pin else device
+        self._pin = pin
+        self._blocks = HostBlockCache()
+
+    def take(self, num_rows: int) -> tuple[RowTable, ...]:
+        """[num_rows, width] a field, uninitialised."""
+        return tuple([self._table(num_rows, field) for field in self._fields])
+
+    def _table(self, num_rows: int, field: Field) -> RowTable:
+        if self._device.type == "cpu" and not self._pin:
+            return self._blocks.table(num_rows, field.width, field.dtype)
+        shape = (num_rows, field.width)
+        return RowTable.over(torch.empty(shape, dtype=field.dtype, device=self._device, pin_memory=self._pin))
+
+
+class FixedOutputs:
+    """One set of tensors at the same addresses for the assembler's life: CUDA graphs read them.
+
+    The next call overwrites them. The caller orders that, as with any static graph input.
+    """
+
+    def __init__(self, fields: Sequence[Field], max_rows: int, device: torch.device, pin: bool) -> None:
+        self._tables = tuple(allocate_table(max_rows, field.width, field.dtype, device, pin) for field in fields)
+        self._taken: dict[int, tuple[RowTable, ...]] = {}
+
+    def take(self, num_rows: int) -> tuple[RowTable, ...]:
+        """The first num_rows rows of each table."""
+        taken = self._taken.get(num_rows)
+        if taken is None:
+            taken = tuple(RowTable.over(table.tensor[:num_rows]) for table in self._tables)
+            self._taken[num_rows] = taken
+        return taken
+
+
+def make_outputs(
+    fields: Sequence[Field], max_rows: int, device: torch.device, mode: OutputMode, memory: OutputMemory
+) -> FreshOutputs | FixedOutputs:
+    """The outputs of one assembler. "pinned" memory is pageable, with one notice, where nothing can be pinned."""
+    if mode not in ("fresh", "fixed"):
+        raise ValueError(f'outputs is {mode!r}, expected "fresh" or "fixed"')
+    if memory not in ("device", "pinned"):
+        raise ValueError(f'output_memory is {memory!r}, expected "device" or "pinned"')
+    pin = memory == "pinned" and device.type == "cuda" and can_pin()
+    if memory == "pinned" and not pin:
+        notice_once("no pinned memory for the outputs here; they lie on the assembler's device instead")
+    return FreshOutputs(fields, device, pin) if mode == "fresh" else FixedOutputs(fields, max_rows, device, pin)

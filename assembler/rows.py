@@ -1,0 +1,119 @@
+"""One draft row's value for one field: which tensors are taken as they are, which are converted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from draftgather.errors import (
+    DraftRowError,
+    MissingRowError,
+    Problem,
+    RowDeviceError,
+    RowDtypeError,
+    RowShapeError,
+)
+from draftgather.fields import Field
+
+# Conversions that keep every value. Anything else must be allowed by the field.
+_EXACT_CASTS: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+    torch.uint8: (torch.int16, torch.int32, torch.int64),
+    torch.int8: (torch.int16, torch.int32, torch.int64),
+    torch.int16: (torch.int32, torch.int64),
+    torch.int32: (torch.int64,),
+    torch.float16: (torch.float32, torch.float64),
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
+
+
+def is_convertible(source: torch.dtype, field: Field) -> bool:
+    """Whether rows of dtype `source` may be converted to the field's."""
+    return source is field.dtype or field.allow_cast or field.dtype in _EXACT_CASTS.get(source, ())
+
+
+def row_problem(
+    field: Field, row: object, position: int, request_id: object, device: torch.device
+) -> Problem | None:
+    """What is wrong with a request's row for `field`, or None.
+
+    `row` is a tensor or NumPy array [width], a list or tuple of `width` numbers, or None.
+    Tensors may lie on the CPU or on `device`.
+    """
+
+    def problem(error: type[DraftRowError], got: str, expected: str) -> Problem:
+        return Problem(position, request_id, field.name, got, expected, error)
+
+    if row is None:
+        return None if field.optional else problem(MissingRowError, "is missing", _describe(field))
+    if isinstance(row, torch.Tensor):
+        if row.device.type != "cpu" and row.device != device:
+            readable = "cpu" if device.type == "cpu" else f"cpu or {device}"
+            return problem(RowDeviceError, f"is on {row.device}", f"a row on {readable}")
+        if row.layout is not torch.strided or (row.device.type == "cpu" and row.data_ptr() == 0 and row.numel()):
+            return problem(MissingRowError, f"has no storage ({row.layout})", _describe(field))
+        shape, dtype = tuple(row.shape), row.dtype
+    elif isinstance(row, np.ndarray):
+        try:
+            shape, dtype = row.shape, torch.from_numpy(np.empty(0, row.dtype)).dtype
+        except TypeError:
+            return problem(RowDtypeError, f"has NumPy dtype {row.dtype}", _describe(field))
+    elif isinstance(row, (list, tuple)):
+        return _list_problem(field, row, problem)
+    else:
+        return problem(RowDtypeError, f"is a {type(row).__name__}", f"a tensor, array or list of {field.width}")
+    is_wide_enough = len(shape) == 1 and shape[0] >= field.width and (field.leading or shape[0] == field.width)
+    if not is_wide_enough:
+        return problem(RowShapeError, f"has shape {shape}", _describe_shape(field, shape))
+    if not is_convertible(dtype, field):
+        return problem(RowDtypeError, f"has dtype {dtype}", f"{field.dtype} (or Field(..., allow_cast=True))")
+    return None
+
+
+def to_row(field: Field, row: object) -> torch.Tensor | None:
+    """A row that `row_problem` found good, as a tensor with values of the field's dtype or convertible to it."""
+    if row is None:
+        return None
+    if isinstance(row, torch.Tensor):
+        return row.as_subclass(torch.Tensor)  # type: ignore[no-any-return, no-untyped-call]
+    if isinstance(row, np.ndarray):
+        # Read only; a copy where NumPy's strides are not torch's (negative, or not a multiple of the item).
+        return torch.from_numpy(np.ascontiguousarray(row))
+    assert isinstance(row, (list, tuple))
+    return torch.tensor(row, dtype=field.dtype)
+
+
+def _list_problem(field: Field, row: Sequence[Any], problem: Any) -> Problem | None:
+    if len(row) < field.width or (len(row) > field.width and not field.leading):
+        return problem(RowShapeError, f"has shape ({len(row)},)", _describe_shape(field, (len(row),)))  # type: ignore[no-any-return]
+    # torch.tensor([1.5], dtype=int64) truncates silently, and so a list's numbers are looked at first.
+    if field.dtype is torch.bool:
+        kinds: tuple[type, ...] = (bool, np.bool_)
+    elif field.dtype.is_floating_point:
+        kinds = (float, int, np.floating, np.integer)
+    else:
+        kinds = (int, np.integer)
+    for item in row:
+        if not isinstance(item, kinds) or (isinstance(item, bool) and field.dtype is not torch.bool):
+            return problem(RowDtypeError, f"holds {item!r}", f"numbers of {field.dtype}")  # type: ignore[no-any-return]
+    try:
+        torch.tensor(row, dtype=field.dtype)
+    except (RuntimeError, OverflowError, ValueError, TypeError) as error:
+        return problem(RowDtypeError, f"does not fit ({error})", f"numbers of {field.dtype}")  # type: ignore[no-any-return]
+    return None
+
+
+def _describe(field: Field) -> str:
+    return f"a row of {field.width} {field.dtype}"
+
+
+def _describe_shape(field: Field, shape: tuple[int, ...]) -> str:
+    expected = f"({field.width},)" + (" or wider" if field.leading else "")
+    if len(shape) == 1 and shape[0] == 3 * field.width:
+        return expected + " (three times the width: the target's auxiliary states instead of the draft's own?)"
+    if len(shape) == 1 and field.dtype.is_floating_point and field.width >= 64:
+        return expected + " (the target model's width instead of the draft's?)"
+    return expected

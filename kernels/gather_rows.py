@@ -1,0 +1,300 @@
+"""Gather draft rows into batched tensors, and into a future map's rows, in one launch.
+
+`gather_rows` is the Triton kernel's launcher, `gather_rows_torch` its twin on
+the CPU. Both take one `LaunchDescriptor` and write the same bytes. Nothing is
+checked here: `draftgather.check` has done it before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+# One program moves this many bytes of one field's row: 128 threads x 16 bytes.
+TILE_BYTES = 2048
+
+# Below this size of a field's rows NumPy's fancy indexing (a temporary, but no
+# dispatcher) beats torch.index_select; measured equal at about 8 rows of 14 KB.
+_SMALL_GATHER_BYTES = 96 * 1024
+
+_WORD_DTYPES = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def _word_dtype(row_bytes: int, address: int) -> torch.dtype:
+    """The widest element by which rows of `row_bytes` at `address` can be moved unchanged."""
+    return next(dtype for size, dtype in _WORD_DTYPES.items() if row_bytes % size == 0 == address % size)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTable:
+    """A table of rows, and on the CPU the same memory as plain bytes, a row an item."""
+
+    tensor: torch.Tensor  # [num_rows, width], elements of a row contiguous
+    words: torch.Tensor | None = None  # [num_rows, row_words] the same rows in wide words; None off the CPU
+    raw: np.ndarray[Any, Any] | None = None  # [num_rows] one opaque item of row_bytes a row; None off the CPU
+
+    @classmethod
+    def over(cls, tensor: torch.Tensor) -> RowTable:
+        """Wrap `tensor` [num_rows, width]; rows may be strided, the elements of one may not."""
+        if not tensor.is_cpu:
+            return cls(tensor)
+        row_bytes = tensor.shape[1] * tensor.element_size()
+        stride_bytes = tensor.stride(0) * tensor.element_size()
+        word = _word_dtype(row_bytes, tensor.data_ptr() | stride_bytes)
+        words = tensor.view(word)
+        raw = words.numpy().view(np.dtype((np.void, row_bytes)))[:, 0]
+        return cls(tensor, words, raw)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSource:
+    """Where the rows of one field are: by slot in `pool`, or one by one in `rows`."""
+
+    pool: RowTable | None = None  # slots mode: [num_slots, width]
+    rows: Sequence[torch.Tensor | None] = ()  # pointers mode: num_rows tensors [>= width]; None where absent
+    addresses: torch.Tensor | None = None  # pointers mode on an accelerator: [num_rows] int64, 0 where absent
+    dtype: torch.dtype | None = None  # dtype of the separate rows
+    alignment: int = 16  # pointers mode: the largest power of two up to 16 that divides every address
+
+
+@dataclass(frozen=True, slots=True)
+class RelayTarget:
+    """The future map's rows that the launch writes, and what it writes beside the fields."""
+
+    future_indices: torch.Tensor  # [num_rows] int; outside 0..num_slots-1: the row is not relayed
+    seq_lens: torch.Tensor | None  # [num_rows] int; None: a stash without a publish
+    bonus_tokens: torch.Tensor  # [num_rows] int
+    seq_lens_buf: torch.Tensor  # [num_slots] int64
+    bonus_tokens_buf: torch.Tensor  # [num_slots] int64
+    fields: tuple[RowTable | None, ...]  # [num_slots, width] a field; None: not relayed
+    valid: tuple[torch.Tensor | None, ...]  # [num_slots] bool a field; None: always there
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchDescriptor:
+    """All that one launch needs."""
+
+    num_rows: int  # b, at least 1
+    num_padded: int  # rows of the outputs, at least b; rows b.. become zero
+    sources: tuple[FieldSource, ...]  # one a field
+    slots: torch.Tensor | None  # [b] int64 or int32; None in pointers mode
+    present: tuple[torch.Tensor | None, ...]  # [b] uint8 a field: 0 where the row is absent; None: all there
+    outputs: tuple[RowTable | None, ...]  # [num_padded, width] a field; None: relay only
+    dtypes: tuple[torch.dtype, ...]  # of outputs and relay, a field
+    widths: tuple[int, ...]  # a field
+    relay: RelayTarget | None = None
+
+
+@triton.jit
+def _gather_rows_kernel(
+    slots_ptr,  # [num_rows] int, None in pointers mode
+    source_ptrs,  # a field: pool [num_slots, SLOT_STRIDE], or table of addresses [num_rows] int64
+    present_ptrs,  # a field: [num_rows] uint8, or None
+    output_ptrs,  # a field: [num_padded, WIDTH], or None
+    relay_ptrs,  # a field: [num_relay_slots, WIDTH], or None
+    valid_ptrs,  # a field: [num_relay_slots] uint8, or None
+    future_indices_ptr,  # [num_rows], or None without a relay
+    seq_lens_ptr,  # [num_rows], or None
+    bonus_tokens_ptr,  # [num_rows]
+    seq_lens_buf_ptr,  # [num_relay_slots] int64
+    bonus_tokens_buf_ptr,  # [num_relay_slots] int64
+    num_rows,
+    num_relay_slots,
+    SOURCE_DTYPES: tl.constexpr,  # a field: element type of the separate rows (pointers mode)
+    SLOT_STRIDES: tl.constexpr,  # a field: elements from one slot to the next (slots mode)
+    WIDTHS: tl.constexpr,  # a field
+    BLOCKS: tl.constexpr,  # a field: elements a tile, a power of two
+    ALIGNED: tl.constexpr,  # every address is a multiple of 16
+):
+    # 64 bits before any multiplication: pools pass 2**31 elements.
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    is_row = row < num_rows
+
+    in_relay = False
+    relay_row = row
+    if future_indices_ptr is not None:
+        relay_row = tl.load(future_indices_ptr + row, mask=is_row, other=-1).to(tl.int64)
+        in_relay = (relay_row >= 0) & (relay_row < num_relay_slots)
+        if tile == 0:
+            if seq_lens_ptr is not None:
+                seq_len = tl.load(seq_lens_ptr + row, mask=in_relay, other=0)
+                tl.store(seq_lens_buf_ptr + relay_row, seq_len.to(tl.int64), mask=in_relay)
+            bonus_token = tl.load(bonus_tokens_ptr + row, mask=in_relay, other=0)
+            tl.store(bonus_tokens_buf_ptr + relay_row, bonus_token.to(tl.int64), mask=in_relay)
+
+    slot = row
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr + row, mask=is_row, other=0).to(tl.int64)
+
+    for f in tl.static_range(len(WIDTHS)):
+        start = tile * BLOCKS[f]
+        if start < WIDTHS[f]:
+            is_present = is_row
+            if present_ptrs[f] is not None:
+                is_present = tl.load(present_ptrs[f] + row, mask=is_row, other=0) != 0
+            columns = start + tl.arange(0, BLOCKS[f])
+            in_width = columns < WIDTHS[f]
+
+            if slots_ptr is not None:
+                source = source_ptrs[f] + slot * SLOT_STRIDES[f]
+            else:
+                address = tl.load(source_ptrs[f] + row, mask=is_present, other=0)
+                source = address.to(tl.pointer_type(SOURCE_DTYPES[f]), bitcast=True)
+                if ALIGNED:
+                    source = tl.multiple_of(source, 16)
+            # The one load of each element; padding and absent rows touch no memory.
+            values = tl.load(source + columns, mask=in_width & is_present, other=0)
+
+            if output_ptrs[f] is not None:
+                output = output_ptrs[f] + row * WIDTHS[f]
+                tl.store(output + columns, values.to(output_ptrs[f].dtype.element_ty), mask=in_width)
+            if relay_ptrs[f] is not None:
+                relay = relay_ptrs[f] + relay_row * WIDTHS[f]
+                relayed = in_width & in_relay & is_present
+                tl.store(relay + columns, values.to(relay_ptrs[f].dtype.element_ty), mask=relayed)
+                if valid_ptrs[f] is not None:
+                    if tile == 0:
+                        tl.store(valid_ptrs[f] + relay_row, is_present.to(tl.uint8), mask=in_relay)
+
+
+_MOVE_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_TRITON_DTYPES = {
+    torch.uint8: tl.uint8, torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32,
+    torch.int64: tl.int64, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32, torch.float64: tl.float64, torch.bool: tl.int1,
+}  # fmt: skip
+
+
+def gather_rows(descriptor: LaunchDescriptor) -> None:
+    """Launch the kernel once on the current stream of the current device."""
+    d = descriptor
+    if d.num_padded == 0:
+        return
+    pointers = d.slots is None
+    source_ptrs, source_dtypes, slot_strides, blocks = [], [], [], []
+    output_ptrs, relay_ptrs, valid_ptrs = [], [], []
+    for f, source in enumerate(d.sources):
+        source_dtype = d.dtypes[f] if source.pool is not None else source.dtype
+        assert source_dtype is not None
+        # Rows that keep their dtype travel as integers, so that no bit of them is interpreted.
+        move_as = _MOVE_AS.get(source_dtype.itemsize) if source_dtype is d.dtypes[f] else None
+        view = (lambda t, m=move_as: t if m is None else t.view(m))
+        if pointers:
+            source_ptrs.append(source.addresses)
+            slot_strides.append(0)
+        else:
+            assert source.pool is not None
+            source_ptrs.append(view(source.pool.tensor))
+            slot_strides.append(source.pool.tensor.stride(0))
+        source_dtypes.append(_TRITON_DTYPES[move_as or source_dtype])
+        blocks.append(min(TILE_BYTES // source_dtype.itemsize, triton.next_power_of_2(d.widths[f])))
+        output = d.outputs[f]
+        output_ptrs.append(None if output is None else view(output.tensor))
+        relayed = None if d.relay is None else d.relay.fields[f]
+        valid = None if d.relay is None else d.relay.valid[f]
+        relay_ptrs.append(None if relayed is None else view(relayed.tensor))
+        valid_ptrs.append(None if valid is None else valid.view(torch.uint8))
+    num_tiles = max(-(-width // block) for width, block in zip(d.widths, blocks, strict=True))
+    relay = d.relay
+    num_programs = d.num_padded if any(o is not None for o in d.outputs) else d.num_rows
+    _gather_rows_kernel[(num_programs, num_tiles)](
+        d.slots,
+        tuple(source_ptrs),
+        d.present,
+        tuple(output_ptrs),
+        tuple(relay_ptrs),
+        tuple(valid_ptrs),
+        None if relay is None else relay.future_indices,
+        None if relay is None else relay.seq_lens,
+        None if relay is None else relay.bonus_tokens,
+        None if relay is None else relay.seq_lens_buf,
+        None if relay is None else relay.bonus_tokens_buf,
+        d.num_rows,
+        0 if relay is None else relay.seq_lens_buf.shape[0],
+        SOURCE_DTYPES=tuple(source_dtypes),
+        SLOT_STRIDES=tuple(slot_strides),
+        WIDTHS=d.widths,
+        BLOCKS=tuple(blocks),
+        ALIGNED=all(source.alignment >= 16 for source in d.sources),
+    )
+
+
+def gather_rows_torch(descriptor: LaunchDescriptor) -> None:
+    """The kernel's twin on the CPU: the same descriptor, the same bytes written."""
+    d = descriptor
+    if d.num_padded == 0:
+        return
+    slots = None if d.slots is None else d.slots.numpy()
+    # Every source is read before anything is relayed: source and relay may share memory.
+    gathered = [_gather_field(d, f, slots) for f in range(len(d.sources))]
+    if d.relay is not None:
+        _relay_rows(d, d.relay, gathered)
+
+
+def _gather_field(d: LaunchDescriptor, f: int, slots: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
+    """Gather field `f` into its output (or a temporary), zero what has no row, return the rows as bytes."""
+    source, num_rows = d.sources[f], d.num_rows
+    output = d.outputs[f] or RowTable.over(torch.empty((num_rows, d.widths[f]), dtype=d.dtypes[f]))
+    assert output.raw is not None and output.words is not None
+    if source.pool is None:
+        _stack_rows(source.rows, output.tensor[:num_rows])
+    elif num_rows * output.raw.itemsize <= _SMALL_GATHER_BYTES or output.words.dtype is not source.pool.words.dtype:
+        output.raw[:num_rows] = source.pool.raw[slots]
+    else:
+        torch.index_select(source.pool.words, 0, d.slots, out=output.words[:num_rows])
+    present = d.present[f]
+    if present is not None:
+        output.tensor[:num_rows][present == 0] = 0
+    if num_rows < len(output.raw):
+        output.words[num_rows:].zero_()
+    return output.raw[:num_rows]
+
+
+@torch.no_grad()
+def _stack_rows(rows: Sequence[torch.Tensor | None], output: torch.Tensor) -> None:
+    """Write separate rows, each at least as wide as `output` [num_rows, width], converting their dtype."""
+    there = [row for row in rows if row is not None]
+    if not there:
+        return
+    if len(there) < len(rows):
+        positions = [i for i, row in enumerate(rows) if row is not None]
+        output[positions] = torch.stack(there)[:, : output.shape[1]].to(output.dtype)
+    elif there[0].shape[0] == output.shape[1] and there[0].dtype is output.dtype:
+        torch.stack(there, out=output)
+    else:
+        output.copy_(torch.stack(there)[:, : output.shape[1]])
+
+
+def _relay_rows(d: LaunchDescriptor, relay: RelayTarget, gathered: list[np.ndarray[Any, Any]]) -> None:
+    """Scatter what was gathered into the relay rows; rows with an index out of range are left out."""
+    indices = relay.future_indices.numpy()
+    seq_lens = None if relay.seq_lens is None else relay.seq_lens.numpy()
+    bonus_tokens = relay.bonus_tokens.numpy()
+    presents = [None if present is None else present.numpy() != 0 for present in d.present]
+    num_slots = relay.seq_lens_buf.shape[0]
+    if indices.min() < 0 or indices.max() >= num_slots:
+        keep = (indices >= 0) & (indices < num_slots)
+        indices, bonus_tokens = indices[keep], bonus_tokens[keep]
+        seq_lens = None if seq_lens is None else seq_lens[keep]
+        gathered = [raw[keep] for raw in gathered]
+        presents = [None if present is None else present[keep] for present in presents]
+    if seq_lens is not None:
+        relay.seq_lens_buf.numpy()[indices] = seq_lens
+    relay.bonus_tokens_buf.numpy()[indices] = bonus_tokens
+    for raw, table, valid, present in zip(gathered, relay.fields, relay.valid, presents, strict=True):
+        if table is None:
+            continue
+        assert table.raw is not None
+        if present is None:
+            table.raw[indices] = raw
+        else:
+            table.raw[indices[present]] = raw[present]
+        if valid is not None:
+            valid.numpy()[indices] = True if present is None else present
