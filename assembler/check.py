@@ -6,9 +6,9 @@ thorough ones, which either find it right after all or name every problem.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,17 +22,19 @@ from draftgather.errors import (
     SlotError,
 )
 from draftgather.fields import Field
+from draftgather.kernels.gather_rows import are_distinct, are_in_range
 from draftgather.mailbox import DRAINING, FREE, HELD, WRITTEN, DraftMailbox
 from draftgather.rows import row_problem, to_row
 
 if TYPE_CHECKING:
     from draftgather.future_map import Relay
 
+_CPU = torch.device("cpu")
+
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
-@dataclass(frozen=True, slots=True)
-class FieldRows:
+class FieldRows(NamedTuple):
     """The separate rows of one field, checked."""
 
     rows: Sequence[torch.Tensor | None]  # [b] tensors [>= width] of one dtype; None where an optional one is absent
@@ -80,8 +82,7 @@ def are_slots_good(mailbox: DraftMailbox, slots: Int64Array, owners: Int64Array 
     """Whether every slot is in range, written and of its owner."""
     if len(slots) == 0:
         return True
-    # As unsigned numbers, negative slots are out of range too: one pass instead of two.
-    if slots.view(np.uint64).max() >= mailbox.num_slots:
+    if not are_in_range(slots, mailbox.num_slots):
         return False
     if mailbox.states[slots].tobytes() != _ALL_WRITTEN[: len(slots)] and (mailbox.states[slots] != WRITTEN).any():
         return False
@@ -124,20 +125,17 @@ def _slot_fault(mailbox: DraftMailbox, slot: int, owner: int | None) -> tuple[st
 
 def check_row_lists(fields: Sequence[Field], rows: Mapping[str, Sequence[object] | None]) -> int:
     """The number of rows b, the same in every field's list. An optional field's list may be left out."""
-    known = {field.name for field in fields}
-    unknown = sorted(set(rows) - known)
-    if unknown:
-        raise ValueError(f"unknown fields {unknown}; the assembler has {sorted(known)}")
     counts = {}
     for field in fields:
         given = rows.get(field.name)
-        if given is None:
-            if not field.optional:
-                raise MissingRowError(
-                    [Problem(0, None, field.name, "has no list of rows", "one row a request", MissingRowError)]
-                )
-            continue
-        counts[field.name] = len(given)
+        if given is not None:
+            counts[field.name] = len(given)
+        elif not field.optional:
+            problem = Problem(0, None, field.name, "has no list of rows", "one row a request", MissingRowError)
+            raise MissingRowError([problem])
+    unknown = rows.keys() - {field.name for field in fields}
+    if unknown:
+        raise ValueError(f"unknown fields {sorted(unknown)}; the assembler has {[field.name for field in fields]}")
     if len(set(counts.values())) > 1:
         raise ValueError(f"fields have different numbers of rows: {counts}")
     return next(iter(counts.values()), 0)
@@ -146,22 +144,22 @@ def check_row_lists(fields: Sequence[Field], rows: Mapping[str, Sequence[object]
 def are_rows_plain(field: Field, rows: Sequence[object], device: torch.device) -> bool:
     """Whether every row is a plain tensor of the field's dtype on the CPU or `device`, all of one good shape.
 
-    On the CPU also: without storage that is gone, as reading it would crash.
+    Rows whose storage is gone (reading them would crash) are not.
     """
     first = rows[0]
     if type(first) is not torch.Tensor or first.ndim != 1:
         return False
-    shape, dtype, layout = first.shape, field.dtype, torch.strided
+    shape, dtype = first.shape, field.dtype
     if shape[0] != field.width and not (field.leading and shape[0] > field.width):
         return False
-    for row in rows:
-        if type(row) is not torch.Tensor or row.dtype is not dtype or row.shape != shape:
-            return False
-        if row.is_cpu:
-            if row.layout is not layout or not row.data_ptr():
+    try:
+        for row in rows:
+            if type(row) is not torch.Tensor or row.dtype is not dtype or row.shape != shape or not row.data_ptr():
                 return False
-        elif row.device != device:
-            return False
+            if not row.is_cpu and row.device != device:
+                return False
+    except RuntimeError:  # a sparse or otherwise address-less tensor
+        return False
     return True
 
 
@@ -182,22 +180,25 @@ def row_problems(
     return sorted(problems, key=lambda problem: problem.position)
 
 
-def field_rows(field: Field, given: Sequence[object] | None, num_rows: int, device: torch.device) -> FieldRows:
-    """The rows of one field that `are_rows_plain` or `row_problems` found good."""
+def plain_rows(field: Field, given: Sequence[object] | None, device: torch.device) -> FieldRows | None:
+    """The rows of one field where they are plainly right; None where that takes a closer look."""
+    if given is None or not are_rows_plain(field, given, device):
+        return None
+    return FieldRows(given, field.dtype, False)  # type: ignore[arg-type]
+
+
+def converted_rows(field: Field, given: Sequence[object] | None, num_rows: int) -> FieldRows:
+    """The rows of one field that `row_problems` found good."""
     if given is None:
         return FieldRows((None,) * num_rows, field.dtype, False)
-    if are_rows_plain(field, given, device):
-        return FieldRows(given, field.dtype, False)  # type: ignore[arg-type]
     tensors = [to_row(field, row) for row in given]
     is_copied = any(not isinstance(row, (torch.Tensor, type(None))) for row in given)
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     shapes = {tensor.shape for tensor in tensors if tensor is not None}
-    dtype = dtypes.pop() if len(dtypes) == 1 else field.dtype
-    if dtypes or len(shapes) > 1:
-        # Rows of several dtypes or widths: the odd ones are converted, one by one.
-        tensors = [None if t is None else t.detach()[: field.width].to(dtype) for t in tensors]
-        is_copied = True
-    return FieldRows(tensors, dtype, is_copied)
+    if len(dtypes) <= 1 and len(shapes) <= 1:
+        return FieldRows(tensors, next(iter(dtypes), field.dtype), is_copied)
+    # Rows of several dtypes or widths: each is brought to the field's own.
+    return FieldRows([None if t is None else t.detach()[: field.width].to(field.dtype) for t in tensors], field.dtype, True)
 
 
 # -- debug mode
@@ -242,13 +243,16 @@ def _value_fault(field: Field, row: torch.Tensor, vocab_size: int | None) -> tup
 
 def check_relay(relay: Relay, num_rows: int, device: torch.device) -> None:
     """Future indices, lengths and tokens: one a row, integers, on `device`; on the host also in range and distinct."""
-    for name in ("future_indices", "seq_lens", "bonus_tokens"):
-        check_relay_vector(getattr(relay, name), name, num_rows, device)
-    host = relay.future_indices_cpu
-    if host is None and relay.future_indices.is_cpu:
-        host = relay.future_indices
-    if host is not None and num_rows:
-        check_future_indices(host, num_rows, relay.future_map.num_slots)
+    check_relay_vector(relay.future_indices, "future_indices", num_rows, device)
+    check_relay_vector(relay.seq_lens, "seq_lens", num_rows, device)
+    check_relay_vector(relay.bonus_tokens, "bonus_tokens", num_rows, device)
+    if num_rows == 0:
+        return
+    if relay.future_indices_cpu is not None:
+        check_relay_vector(relay.future_indices_cpu, "future_indices_cpu", num_rows, _CPU)
+        check_future_indices(relay.future_indices_cpu, relay.future_map.num_slots)
+    elif relay.future_indices.is_cpu:
+        check_future_indices(relay.future_indices, relay.future_map.num_slots)
 
 
 def check_relay_vector(values: object, name: str, num_rows: int, device: torch.device) -> None:
@@ -263,18 +267,14 @@ def check_relay_vector(values: object, name: str, num_rows: int, device: torch.d
         raise RelayError(f"{name} has dtype {values.dtype}, expected int64 or int32")
 
 
-def check_future_indices(
-    future_indices: torch.Tensor, num_rows: int, num_slots: int, may_repeat: bool = False
-) -> None:
-    """In range and distinct, as far as a host copy tells. Slot 0 is the padding sink: it may repeat."""
-    check_relay_vector(future_indices, "future_indices_cpu", num_rows, torch.device("cpu"))
+def check_future_indices(future_indices: torch.Tensor, num_slots: int, may_repeat: bool = False) -> None:
+    """A host copy of at least one index: in range and distinct. Slot 0 is the padding sink: it may repeat."""
     indices = future_indices.numpy()
-    if indices.min() < 0 or indices.max() >= num_slots:
+    if not are_in_range(indices, num_slots):
         outside = indices[(indices < 0) | (indices >= num_slots)][0]
         raise RelayError(f"future index {outside} is out of range, expected 0 to {num_slots - 1}")
-    if num_rows > 1 and not may_repeat:
-        ordered = np.sort(indices)
-        repeated = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)]
-        if len(repeated):
+    if not may_repeat and not are_distinct(indices):
+        repeated = [i for i, count in Counter(indices.tolist()).items() if count > 1 and i != 0]
+        if repeated:
             rows = np.flatnonzero(indices == repeated[0]).tolist()
             raise RelayError(f"future index {repeated[0]} is given for rows {rows}: one would overwrite the other")

@@ -13,6 +13,7 @@ from draftgather.kernels.gather_rows import (
     FieldSource,
     LaunchDescriptor,
     RelayTarget,
+    RowFormat,
     RowTable,
     gather_rows_torch,
 )
@@ -98,7 +99,7 @@ class StagingRing:
 
 
 def describe(
-    fields: Sequence[Field],
+    formats: tuple[RowFormat, ...],
     located: Located,
     outputs: Sequence[RowTable | None],
     num_padded: int,
@@ -114,9 +115,9 @@ def describe(
         present = tuple(None if p is None else torch.from_numpy(p) for p in vectors)
     else:
         if located.route == "staged":
-            sources, slots = _staged(fields, located, staging), np.arange(located.num_rows)
+            sources, slots = _staged(formats, located, staging), np.arange(located.num_rows)
         elif slots is None:
-            sources = tuple(_addressed(source, field, staging) for source, field in zip(sources, fields, strict=True))
+            sources = tuple(_addressed(source, staging) for source in sources)
         slots_tensor = None if slots is None else staging.put(slots)
         present = tuple(None if p is None else staging.put(p) for p in vectors)
         if not machine.zero_copy:
@@ -128,16 +129,15 @@ def describe(
         slots=slots_tensor,
         present=present,
         outputs=tuple(outputs),
-        dtypes=tuple(field.dtype for field in fields),
-        widths=tuple(field.width for field in fields),
+        formats=formats,
         relay=relay,
     )
 
 
-def _staged(fields: Sequence[Field], located: Located, staging: StagingBuffer) -> tuple[FieldSource, ...]:
+def _staged(formats: tuple[RowFormat, ...], located: Located, staging: StagingBuffer) -> tuple[FieldSource, ...]:
     """Gather the rows into the staging buffer with the twin: one host copy a field, whatever the batch size."""
     num_rows = located.num_rows
-    tables = tuple(RowTable.over(staging.take(num_rows, field.width, field.dtype)) for field in fields)
+    tables = tuple(RowTable.over(staging.take(num_rows, row.width, row.dtype)) for row in formats)
     gather_rows_torch(
         LaunchDescriptor(
             num_rows=num_rows,
@@ -146,27 +146,22 @@ def _staged(fields: Sequence[Field], located: Located, staging: StagingBuffer) -
             slots=None if located.slots is None else torch.from_numpy(located.slots),
             present=tuple(None if p is None else torch.from_numpy(p.view(np.uint8)) for p in located.present),
             outputs=tables,
-            dtypes=tuple(field.dtype for field in fields),
-            widths=tuple(field.width for field in fields),
+            formats=formats,
         )
     )
     return tuple(FieldSource(pool=table) for table in tables)
 
 
-def _addressed(source: FieldSource, field: Field, staging: StagingBuffer) -> FieldSource:
+def _addressed(source: FieldSource, staging: StagingBuffer) -> FieldSource:
     """The addresses of separate rows, in a vector that the device reads."""
-    addresses = np.array([0 if row is None else _address(row) for row in source.rows], dtype=np.int64)
-    is_aligned = not np.bitwise_or.reduce(addresses) % _ALIGNMENT
+    addresses = np.array([0 if row is None else row.data_ptr() for row in source.rows], dtype=np.int64)
+    is_aligned = bool(np.bitwise_or.reduce(addresses) % _ALIGNMENT == 0)
     return FieldSource(
         rows=source.rows,
         addresses=staging.put(addresses),
         dtype=source.dtype,
-        alignment=_ALIGNMENT if is_aligned else field.dtype.itemsize,
+        is_aligned=is_aligned,
     )
-
-
-def _address(row: torch.Tensor) -> int:
-    return row.data_ptr()
 
 
 def _uploaded(
@@ -190,7 +185,7 @@ def _uploaded(
     def moved_source(source: FieldSource) -> FieldSource:
         if source.addresses is not None:
             addresses = moved[id(source.addresses)]
-            return FieldSource(rows=source.rows, addresses=addresses, dtype=source.dtype, alignment=source.alignment)
+            return FieldSource(rows=source.rows, addresses=addresses, dtype=source.dtype, is_aligned=source.is_aligned)
         assert source.pool is not None
         table = moved.get(id(source.pool.tensor))
         return source if table is None else FieldSource(pool=RowTable(table))

@@ -9,18 +9,17 @@ from types import MappingProxyType
 import torch
 
 from draftgather.check import (
-    FieldRows,
     are_slots_good,
     as_int64,
     check_batch_size,
     check_relay,
     check_request_ids,
     check_row_lists,
-    field_rows,
+    converted_rows,
+    plain_rows,
     row_problems,
     slot_problems,
     value_problems,
-    are_rows_plain,
 )
 from draftgather.completion import DONE, CompletionMarker
 from draftgather.describe import StagingBuffer, StagingRing, describe
@@ -79,6 +78,8 @@ class DraftAssembler:
         self.vocab_size = vocab_size
         self._machine = machine_for(self.device) if machine is None else machine
         self._outputs = make_outputs(self.fields, max_batch_size, self.device, outputs, output_memory)
+        self._formats = tuple(field.format for field in self.fields)
+        self._names = tuple(field.name for field in self.fields)
         self._no_outputs = (None,) * len(self.fields)
         self._no_rows = {field.name: self._zeros(0, field) for field in self.fields}
         self._all_present = MappingProxyType(dict.fromkeys(self._names, True))
@@ -148,12 +149,13 @@ class DraftAssembler:
         num_padded = self._check_call(num_rows, request_ids, relay, pad_to, batch_outputs)
         if num_rows == 0:
             return self._empty(num_padded, batch_outputs)
-        if not all(
-            (given := rows.get(field.name)) is not None and are_rows_plain(field, given, self.device)
-            for field in self.fields
-        ):
+        plain = [plain_rows(field, rows.get(field.name), self.device) for field in self.fields]
+        if None in plain:
             raise_problems(row_problems(self.fields, rows, request_ids, self.device))
-        checked = [field_rows(field, rows.get(field.name), num_rows, self.device) for field in self.fields]
+        checked = [
+            found or converted_rows(field, rows.get(field.name), num_rows)
+            for field, found in zip(self.fields, plain, strict=True)
+        ]
         if self.debug:
             values = [r.rows for r in checked]
             raise_problems(value_problems(self.fields, values, request_ids, self.vocab_size))
@@ -205,10 +207,6 @@ class DraftAssembler:
 
     # -- inside
 
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(field.name for field in self.fields)
-
     def _the_mailbox(self) -> DraftMailbox:
         if self.mailbox is None:
             raise ValueError("this assembler was made without a mailbox: DraftAssembler(..., mailbox=...)")
@@ -240,7 +238,7 @@ class DraftAssembler:
         outputs = self._outputs.take(num_padded) if batch_outputs else self._no_outputs
         staging = None if self._ring is None else self._ring.take()
         target = None if relay is None else self._relay_target(relay)
-        descriptor = describe(self.fields, located, outputs, num_padded, target, staging, self._machine)
+        descriptor = describe(self._formats, located, outputs, num_padded, target, staging, self._machine)
         done = launch(descriptor, self._machine)
         if relay is not None:
             relay.future_map.raise_fence()
@@ -257,14 +255,11 @@ class DraftAssembler:
     def _batch(
         self, located: Located, outputs: Sequence[RowTable | None], done: CompletionMarker, num_padded: int
     ) -> DraftBatch:
-        tensors = {
-            name: table.tensor
-            for name, table, absent in zip(self._names, outputs, located.present, strict=True)
-            if table is not None and absent is None
-        }
+        tensors = {name: table.tensor for name, table in zip(self._names, outputs, strict=True) if table is not None}
         present: Mapping[str, bool] = self._all_present
-        if any(absent is not None for absent in located.present):
+        if not located.all_present:
             present = {name: absent is None for name, absent in zip(self._names, located.present, strict=True)}
+            tensors = {name: tensor for name, tensor in tensors.items() if present[name]}
         return DraftBatch(tensors, located.route, present, done, located.num_rows, num_padded)
 
     def _empty(self, num_padded: int, batch_outputs: bool) -> DraftBatch:
@@ -292,8 +287,8 @@ class DraftAssembler:
             future_indices=relay.future_indices,
             seq_lens=relay.seq_lens,
             bonus_tokens=relay.bonus_tokens,
-            seq_lens_buf=relay.future_map.new_seq_lens_buf,
-            bonus_tokens_buf=relay.future_map.output_tokens_buf,
+            seq_lens_buf=relay.future_map.seq_lens_table,
+            bonus_tokens_buf=relay.future_map.bonus_tokens_table,
             fields=tables,
             valid=valid,
         )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from draftgather.kernels.gather_rows import RowFormat
+
 # A record's tag: owner, generation and layout word, int64 each, at the record's end.
 TAG_WORDS = 3
 TAG_BYTES = 8 * TAG_WORDS
@@ -50,6 +52,11 @@ class Field:
     @property
     def row_bytes(self) -> int:
         return self.width * self.dtype.itemsize
+
+    @property
+    def format(self) -> RowFormat:
+        """As the kernel and its twin take it."""
+        return RowFormat.of(self.width, self.dtype)
 
 
 def eagle_fields(
@@ -119,8 +126,10 @@ class RecordLayout:
 
     def layout_word(self, present: Sequence[bool]) -> int:
         """The tag's third word: `present` tells of each optional field whether the record has it."""
-        bits = sum(1 << i for i, is_present in enumerate(present) if is_present)
-        return self.fingerprint << 8 | bits
+        word = self.fingerprint << 8
+        for i, is_present in enumerate(present):
+            word |= is_present << i
+        return word
 
     @property
     def optional_fields(self) -> tuple[int, ...]:

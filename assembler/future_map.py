@@ -12,12 +12,14 @@ from draftgather.check import check_future_indices, check_relay_vector
 from draftgather.draft_input import EagleDraftInput
 from draftgather.errors import RelayError
 from draftgather.fields import Field
-from draftgather.kernels.gather_rows import FieldSource, LaunchDescriptor, RelayTarget, RowTable
+from draftgather.kernels.gather_rows import FieldSource, LaunchDescriptor, RelayTarget, RowFormat, RowTable
 from draftgather.launch import launch
 from draftgather.machine import Machine, as_device, machine_for
 from draftgather.memory import HostBlockCache, allocate_table
 
 _POISON = -1
+_INTEGER = RowFormat.of(1, torch.int64)
+_FLAG = RowFormat.of(1, torch.bool)
 
 
 class FutureMap:
@@ -54,14 +56,15 @@ class FutureMap:
         self.device = as_device(device)
         self.debug = debug
         self._machine = machine_for(self.device) if machine is None else machine
-        self._tables = tuple(self._table(field.width, field.dtype) for field in self.fields)
-        self._valid = {field.name: self._table(1, torch.bool) for field in self.fields if field.optional}
-        self._seq_lens, self._bonus_tokens = self._table(1, torch.int64), self._table(1, torch.int64)
+        self._formats = tuple(field.format for field in self.fields)
+        self._tables = tuple(self._table(row) for row in self._formats)
+        self._valid = {field.name: self._table(_FLAG) for field in self.fields if field.optional}
+        self.seq_lens_table, self.bonus_tokens_table = self._table(_INTEGER), self._table(_INTEGER)
         self._blocks = HostBlockCache()
 
         # The same memory as tensors: sglang's names for the two vectors, and a tensor a field.
-        self.new_seq_lens_buf = self._seq_lens.tensor[:, 0]  # [num_slots] int64
-        self.output_tokens_buf = self._bonus_tokens.tensor[:, 0]  # [num_slots] int64
+        self.new_seq_lens_buf = self.seq_lens_table.tensor[:, 0]  # [num_slots] int64
+        self.output_tokens_buf = self.bonus_tokens_table.tensor[:, 0]  # [num_slots] int64
         self.buffers = {
             field.name: table.tensor for field, table in zip(self.fields, self._tables, strict=True)
         }  # [num_slots, width] a field
@@ -129,11 +132,11 @@ class FutureMap:
         absent = torch.zeros(num_rows, dtype=torch.uint8, device=self.device)
         self._launch(
             num_rows,
-            self.fields,
+            self._formats,
             # The source of an absent field is never looked at: its presence says so.
             sources=tuple(
-                FieldSource(pool=self._output(num_rows, field) if t is None else RowTable.over(t.contiguous()))
-                for t, field in zip(tensors, self.fields, strict=True)
+                FieldSource(pool=self._output(num_rows, row) if t is None else RowTable.over(t.contiguous()))
+                for t, row in zip(tensors, self._formats, strict=True)
             ),
             slots=torch.arange(num_rows, device=self.device),
             present=tuple(absent if t is None else None for t in tensors),
@@ -142,8 +145,8 @@ class FutureMap:
                 future_indices=future_indices,
                 seq_lens=None,
                 bonus_tokens=bonus_tokens,
-                seq_lens_buf=self.new_seq_lens_buf,
-                bonus_tokens_buf=self.output_tokens_buf,
+                seq_lens_buf=self.seq_lens_table,
+                bonus_tokens_buf=self.bonus_tokens_table,
                 fields=self._tables,
                 valid=tuple(self.valid.get(field.name) for field in self.fields),
             ),
@@ -163,47 +166,44 @@ class FutureMap:
         num_rows = self._check_indices(indices, may_repeat=True)
         if self.publish_ready is not None:
             self.publish_ready.wait(torch.cuda.current_stream(self.device))
-        vectors = (Field("resolved_seq_lens", 1, torch.int64), Field("resolved_bonus_tokens", 1, torch.int64))
-        masks = tuple(Field(f"valid_{name}", 1, torch.bool) for name in self._valid)
-        fields = (*vectors, *self.fields, *masks)
-        tables = (self._seq_lens, self._bonus_tokens, *self._tables, *self._valid.values())
-        outputs = tuple(self._output(num_rows, field) for field in fields)
+        tables = (*self._tables, *self._valid.values(), self.seq_lens_table, self.bonus_tokens_table)
+        formats = (*self._formats, *[_FLAG] * len(self._valid), _INTEGER, _INTEGER)
+        outputs = tuple(self._output(num_rows, row) for row in formats)
         self._launch(
             num_rows,
-            fields,
+            formats,
             sources=tuple(FieldSource(pool=table) for table in tables),
             slots=indices.contiguous(),
-            present=(None,) * len(fields),
+            present=(None,) * len(tables),
             outputs=outputs,
             relay=None,
         )
-        seq_lens, bonus_tokens = outputs[0].tensor[:, 0], outputs[1].tensor[:, 0]
+        seq_lens, bonus_tokens = outputs[-2].tensor[:, 0], outputs[-1].tensor[:, 0]
         if self.debug:
             self._consume(indices, seq_lens, bonus_tokens)
         batch.seq_lens = seq_lens
         draft_input.bonus_tokens = bonus_tokens
-        rows = {field.name: table.tensor for field, table in zip(fields, outputs, strict=True)}
         presence = getattr(draft_input, "present", {})
-        for field in self.fields:
+        for field, table in zip(self.fields, outputs, strict=False):
             is_present = presence.get(field.name, True)
-            _set_field(draft_input, field.name, rows[field.name] if is_present else None)
-            if field.optional:
-                draft_input.valid[field.name] = rows[f"valid_{field.name}"][:, 0]
+            _set_field(draft_input, field.name, table.tensor if is_present else None)
+        for name, table in zip(self._valid, outputs[len(self.fields) :], strict=False):
+            draft_input.valid[name] = table.tensor[:, 0]
 
     # -- inside
 
-    def _table(self, width: int, dtype: torch.dtype) -> RowTable:
-        return allocate_table(self.num_slots, width, dtype, self.device, pin=False)
+    def _table(self, row: RowFormat) -> RowTable:
+        return allocate_table(self.num_slots, row, self.device, pin=False)
 
-    def _output(self, num_rows: int, field: Field) -> RowTable:
+    def _output(self, num_rows: int, row: RowFormat) -> RowTable:
         if self.device.type == "cpu":
-            return self._blocks.table(num_rows, field.width, field.dtype)
-        return RowTable.over(torch.empty((num_rows, field.width), dtype=field.dtype, device=self.device))
+            return self._blocks.table(num_rows, row)
+        return RowTable.over(torch.empty((num_rows, row.width), dtype=row.dtype, device=self.device))
 
     def _launch(
         self,
         num_rows: int,
-        fields: Sequence[Field],
+        formats: tuple[RowFormat, ...],
         *,
         sources: tuple[FieldSource, ...],
         slots: torch.Tensor,
@@ -219,8 +219,7 @@ class FutureMap:
             slots=slots,
             present=present,
             outputs=outputs,
-            dtypes=tuple(field.dtype for field in fields),
-            widths=tuple(field.width for field in fields),
+            formats=formats,
             relay=relay,
         )
         launch(descriptor, self._machine)
@@ -232,7 +231,7 @@ class FutureMap:
         num_rows = len(future_indices)
         check_relay_vector(future_indices, "future_indices", num_rows, self.device)
         if num_rows and future_indices.is_cpu:
-            check_future_indices(future_indices, num_rows, self.num_slots, may_repeat)
+            check_future_indices(future_indices, self.num_slots, may_repeat)
         return num_rows
 
     def _check_rows(self, field: Field, tensor: object, num_rows: int) -> None:

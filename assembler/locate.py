@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +17,7 @@ from draftgather.machine import Machine
 from draftgather.mailbox import DraftMailbox
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(NamedTuple):
     """Where the checked rows of one batch are."""
 
     route: Route
@@ -27,16 +25,19 @@ class Located:
     sources: tuple[FieldSource, ...]  # one a field
     slots: Int64Array | None  # [b] of the sources' pools; None: separate rows
     present: tuple[np.ndarray[Any, np.dtype[np.bool_]] | None, ...]  # [b] a field; None: every row has it
+    all_present: bool  # every field in every row
 
 
 def locate_slots(mailbox: DraftMailbox, slots: Int64Array, machine: Machine) -> Located:
     """Rows that are records of `mailbox`: read in place, or staged where the device cannot."""
     present: list[np.ndarray[Any, np.dtype[np.bool_]] | None] = [None] * len(mailbox.fields)
+    all_present = True
     for row, f in enumerate(mailbox.layout.optional_fields):
         has_field = mailbox.presence[row, slots]
-        present[f] = None if has_field.all() else has_field
+        if not has_field.all():
+            present[f], all_present = has_field, False
     in_place = not machine.has_kernel or all(machine.can_read(mailbox.view(field.name)) for field in mailbox.fields)
-    return Located("slots" if in_place else "staged", len(slots), mailbox.sources, slots, tuple(present))
+    return Located("slots" if in_place else "staged", len(slots), mailbox.sources, slots, tuple(present), all_present)
 
 
 def locate_rows(
@@ -46,15 +47,19 @@ def locate_rows(
     num_rows = len(rows[0].rows)
     if machine.has_kernel:
         rows = [FieldRows([_dense(row) for row in r.rows], r.dtype, r.is_copied) for r in rows]
-    sources = tuple(FieldSource(rows=r.rows, dtype=r.dtype) for r in rows)
-    present = tuple(_present(field, r) for field, r in zip(fields, rows, strict=True))
+    sources = tuple([FieldSource(rows=r.rows, dtype=r.dtype) for r in rows])
+    present: list[np.ndarray[Any, np.dtype[np.bool_]] | None] = [None] * len(fields)
+    all_present = True
+    for f, field in enumerate(fields):
+        if field.optional and any([row is None for row in rows[f].rows]):
+            present[f], all_present = np.array([row is not None for row in rows[f].rows]), False
     if machine.has_kernel and not all(machine.can_read(t) for r in rows for t in r.rows if t is not None):
         problems = _device_problems(fields, rows, request_ids, machine)
         raise_problems(problems)
         route: Route = "staged"
     else:
         route = "staged" if any(r.is_copied for r in rows) else "pointers"
-    return Located(route, num_rows, sources, None, present)
+    return Located(route, num_rows, sources, None, tuple(present), all_present)
 
 
 def _dense(row: torch.Tensor | None) -> torch.Tensor | None:
@@ -62,13 +67,6 @@ def _dense(row: torch.Tensor | None) -> torch.Tensor | None:
     if row is None or (row.is_contiguous() and not row.is_neg()):
         return row
     return row.detach().resolve_neg().contiguous()
-
-
-def _present(field: Field, rows: FieldRows) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-    if not field.optional:
-        return None
-    has_field = np.array([row is not None for row in rows.rows], dtype=bool)
-    return None if has_field.all() else has_field
 
 
 def _device_problems(

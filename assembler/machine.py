@@ -27,7 +27,7 @@ class Machine:
 
     def refuse_capture(self) -> None:
         """CaptureError while the current stream is capturing a CUDA graph."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self.has_kernel and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 "a CUDA graph is being captured: the slots and addresses of this one batch would be frozen into it. "
                 'Assemble before the graph, with outputs="fixed", and let the graph read those tensors'

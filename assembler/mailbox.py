@@ -60,6 +60,10 @@ class DraftMailbox:
         self.is_pinned = can_pin() if pin_memory is None else pin_memory
         self._slab = allocate_slab(num_slots * self.layout.record_bytes, self.is_pinned)
         self._address = self._slab.data_ptr()
+        self._places = tuple(
+            (field, (field.width,), field.dtype, field.row_bytes, offset)
+            for field, offset in zip(self.fields, self.layout.offsets, strict=True)
+        )
         self._views = {field.name: self._field_view(i) for i, field in enumerate(self.fields)}
         self.sources = tuple(FieldSource(pool=RowTable.over(view)) for view in self._views.values())
         tag_item = self.layout.tag_offset // 8
@@ -125,14 +129,13 @@ class DraftMailbox:
         if not (isinstance(owner, (int, np.integer)) and _INT64.min <= owner <= _INT64.max):
             raise ValueError(f"owner is {owner!r}, expected a 64-bit integer")
         record = self._address + slot * self.layout.record_bytes
-        moves, present, found = [], [], 0
-        for field, offset in zip(self.fields, self.layout.offsets, strict=True):
-            row = rows.get(field.name)
-            found += field.name in rows
+        moves, present = [], []
+        for field, shape, dtype, num_bytes, offset in self._places:
+            row = rows.pop(field.name, None)
             if not (
                 type(row) is torch.Tensor
-                and row.dtype is field.dtype
-                and row.shape == (field.width,)
+                and row.dtype is dtype
+                and row.shape == shape
                 and row.is_cpu
                 and row.is_contiguous()
                 and not row.is_neg()
@@ -143,10 +146,9 @@ class DraftMailbox:
                 present.append(row is not None)
             if row is not None:
                 # `row` rides along so that a converted copy lives until it is moved.
-                moves.append((record + offset, row.data_ptr(), field.row_bytes, row))
-        if found < len(rows):
-            unknown = sorted(set(rows) - {field.name for field in self.fields})
-            raise ValueError(f"unknown fields {unknown}; the mailbox has {[field.name for field in self.fields]}")
+                moves.append((record + offset, row.data_ptr(), num_bytes, row))
+        if rows:
+            raise ValueError(f"unknown fields {sorted(rows)}; the mailbox has {[field.name for field in self.fields]}")
         self._begin_write(slot, int(owner))
         for destination, source, num_bytes, _ in moves:
             ctypes.memmove(destination, source, num_bytes)

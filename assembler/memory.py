@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import weakref
 from collections import deque
 from functools import cache
-from typing import Any
 
-import numpy as np
 import torch
 
-from draftgather.kernels.gather_rows import FieldSource, LaunchDescriptor, RowTable, gather_rows
+from draftgather.kernels.gather_rows import FieldSource, LaunchDescriptor, RowFormat, RowTable, empty_table, gather_rows
 
 _logger = logging.getLogger("draftgather")
 
@@ -61,50 +60,47 @@ def allocate_slab(num_bytes: int, pin: bool) -> torch.Tensor:
         return whole[start : start + num_bytes]
 
 
-def allocate_table(num_rows: int, width: int, dtype: torch.dtype, device: torch.device, pin: bool) -> RowTable:
-    """A zeroed table [num_rows, width] for the library's life: fixed outputs, relay buffers."""
+def allocate_table(num_rows: int, row: RowFormat, device: torch.device, pin: bool) -> RowTable:
+    """A zeroed table [num_rows, row.width] for the library's life: fixed outputs, relay buffers."""
     if device.type != "cpu" and not pin:
         with torch.inference_mode(False):
-            return RowTable.over(torch.zeros((num_rows, width), dtype=dtype, device=device))
-    slab = allocate_slab(num_rows * width * dtype.itemsize, pin)
+            return RowTable.over(torch.zeros((num_rows, row.width), dtype=row.dtype, device=device))
+    slab = allocate_slab(num_rows * row.item.itemsize, pin)
     with torch.inference_mode(False):
-        return RowTable.over(slab.view(dtype).view(num_rows, width))
-
-
-class _Lease(np.ndarray[Any, Any]):
-    """One use of a block: an object that dies with the last tensor over it."""
+        return RowTable.over(slab.view(row.dtype).view(num_rows, row.width))
 
 
 class HostBlockCache:
     """Fresh host tables from recycled blocks: for the CPU what torch's caching allocator is for CUDA.
 
-    A block is used again once no tensor over it is left (the last one's end returns it), so
-    every call gets memory of its own without the page faults of a new mapping: measured
+    A block is used again once no tensor or array over it is left (the end of the last one returns
+    it), so every call gets memory of its own without the page faults of a new mapping: measured
     150 us a batch of 64 rows of 14 KB. At most `max_free` unused blocks of a size are kept.
     """
 
     def __init__(self, max_free: int = 4) -> None:
         self._max_free = max_free
-        self._free: dict[int, deque[np.ndarray[Any, Any]]] = {}
+        self._free: dict[int, deque[torch.Tensor]] = {}
 
-    def table(self, num_rows: int, width: int, dtype: torch.dtype) -> RowTable:
-        """An uninitialised table [num_rows, width] that nothing else uses."""
-        num_bytes = num_rows * width * dtype.itemsize
-        if num_bytes < _CACHED_FROM_BYTES:
-            return RowTable.over(torch.empty((num_rows, width), dtype=dtype))
-        lease = self._lease(1 << (num_bytes - 1).bit_length())
-        # torch holds `lease` (by way of the array) for as long as any view of the tensor lives.
-        tensor = torch.from_numpy(lease[:num_bytes]).view(dtype).view(num_rows, width)
-        return RowTable.over(tensor)
+    def table(self, num_rows: int, row: RowFormat) -> RowTable:
+        """An uninitialised table [num_rows, row.width] that nothing else uses."""
+        num_bytes = num_rows * row.item.itemsize
+        return empty_table(num_rows, row, None if num_bytes < _CACHED_FROM_BYTES else self._lease(num_bytes))
 
-    def _lease(self, block_bytes: int) -> _Lease:
+    def _lease(self, num_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
+        """One use of a block: an object that ends with the last array and tensor over it."""
+        block_bytes = 1 << (num_bytes - 1).bit_length()
         free = self._free.setdefault(block_bytes, deque(maxlen=self._max_free))
         try:
             block = free.pop()
         except IndexError:
-            block = allocate_slab(block_bytes, pin=False).numpy()
-        lease = block.view(_Lease)
-        weakref.finalize(lease, free.append, block).atexit = False
+            block = allocate_slab(block_bytes, pin=False)
+        # Not an array: NumPy shortens chains of views, and would hold the block past the lease.
+        lease = (ctypes.c_ubyte * num_bytes).from_address(block.data_ptr())
+        # The lease holds its block, and a weak reference to itself whose callback gives the block
+        # back: it ends with the lease, whatever became of this cache.
+        lease.block = block  # type: ignore[attr-defined]
+        lease.on_end = weakref.ref(lease, lambda _: free.append(block))  # type: ignore[attr-defined]
         return lease
 
 
@@ -130,7 +126,8 @@ def zero_copy_works(device: torch.device) -> bool:
                 pinned.fill_(value)
                 output = torch.zeros((1, 64), dtype=torch.int64, device=device)
                 source, table = FieldSource(pool=RowTable(pinned)), RowTable(output)
-                gather_rows(LaunchDescriptor(1, 1, (source,), slots, (None,), (table,), (torch.int64,), (64,)))
+                row = RowFormat.of(64, torch.int64)
+                gather_rows(LaunchDescriptor(1, 1, (source,), slots, (None,), (table,), (row,)))
                 seen.append(output.cpu().eq(value).all().item())
     except RuntimeError as error:
         notice_once(f"the device cannot read pinned memory in place ({error}); rows are copied instead")

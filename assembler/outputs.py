@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from draftgather.fields import Field
-from draftgather.kernels.gather_rows import RowTable
+from draftgather.kernels.gather_rows import RowFormat, RowTable
 from draftgather.memory import HostBlockCache, allocate_table, can_pin, notice_once
 
 OutputMode = Literal["fresh", "fixed"]
@@ -19,20 +19,19 @@ class FreshOutputs:
     """Every call gets tensors of its own; their memory comes back when the caller drops them."""
 
     def __init__(self, fields: Sequence[Field], device: torch.device, pin: bool) -> None:
-        self._fields = fields
+        self._formats = tuple(field.format for field in fields)
         self._device = torch.device("cpu") if pin else device
         self._pin = pin
-        self._blocks = HostBlockCache()
+        is_pageable = self._device.type == "cpu" and not pin
+        self._table = HostBlockCache().table if is_pageable else self._torch_table
 
     def take(self, num_rows: int) -> tuple[RowTable, ...]:
         """[num_rows, width] a field, uninitialised."""
-        return tuple([self._table(num_rows, field) for field in self._fields])
+        return tuple([self._table(num_rows, row) for row in self._formats])
 
-    def _table(self, num_rows: int, field: Field) -> RowTable:
-        if self._device.type == "cpu" and not self._pin:
-            return self._blocks.table(num_rows, field.width, field.dtype)
-        shape = (num_rows, field.width)
-        return RowTable.over(torch.empty(shape, dtype=field.dtype, device=self._device, pin_memory=self._pin))
+    def _torch_table(self, num_rows: int, row: RowFormat) -> RowTable:
+        shape = (num_rows, row.width)
+        return RowTable.over(torch.empty(shape, dtype=row.dtype, device=self._device, pin_memory=self._pin))
 
 
 class FixedOutputs:
@@ -42,7 +41,7 @@ class FixedOutputs:
     """
 
     def __init__(self, fields: Sequence[Field], max_rows: int, device: torch.device, pin: bool) -> None:
-        self._tables = tuple(allocate_table(max_rows, field.width, field.dtype, device, pin) for field in fields)
+        self._tables = tuple(allocate_table(max_rows, field.format, device, pin) for field in fields)
         self._taken: dict[int, tuple[RowTable, ...]] = {}
 
     def take(self, num_rows: int) -> tuple[RowTable, ...]:

@@ -7,9 +7,10 @@ checked here: `draftgather.check` has done it before.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,61 +24,85 @@ TILE_BYTES = 2048
 # dispatcher) beats torch.index_select; measured equal at about 8 rows of 14 KB.
 _SMALL_GATHER_BYTES = 96 * 1024
 
-_WORD_DTYPES = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-def _word_dtype(row_bytes: int, address: int) -> torch.dtype:
-    """The widest element by which rows of `row_bytes` at `address` can be moved unchanged."""
-    return next(dtype for size, dtype in _WORD_DTYPES.items() if row_bytes % size == 0 == address % size)
+_NUMPY_INTEGERS = {1: np.dtype("u1"), 2: np.dtype("i2"), 4: np.dtype("i4"), 8: np.dtype("i8")}
+_NUMPY_NUMBERS = {torch.float32: np.dtype("f4"), torch.int32: np.dtype("i4"), torch.int64: np.dtype("i8")}
+_UNSIGNED = {4: np.dtype("u4"), 8: np.dtype("u8")}
+_INT64 = np.dtype("i8")
 
 
-@dataclass(frozen=True, slots=True)
-class RowTable:
-    """A table of rows, and on the CPU the same memory as plain bytes, a row an item."""
+# What passes on the hot path are named tuples: frozen too, and made in a third of a frozen dataclass's time.
+
+
+class RowFormat(NamedTuple):
+    """The shape of one field's rows, and the NumPy dtypes by which their bytes are moved."""
+
+    width: int  # elements a row
+    dtype: torch.dtype
+    item: np.dtype[Any]  # one opaque item of a row's bytes
+    number: np.dtype[Any]  # NumPy's own dtype of an element, or an integer as wide
+
+    @staticmethod
+    @cache
+    def of(width: int, dtype: torch.dtype) -> RowFormat:
+        number = _NUMPY_NUMBERS.get(dtype, _NUMPY_INTEGERS[dtype.itemsize])
+        return RowFormat(width, dtype, np.dtype((np.void, width * dtype.itemsize)), number)
+
+
+class RowTable(NamedTuple):
+    """A table of rows, and on the CPU the same memory as plain bytes, a row an item.
+
+    NumPy moves such items by memory copies, whatever they hold: no dtype is interpreted.
+    """
 
     tensor: torch.Tensor  # [num_rows, width], elements of a row contiguous
-    words: torch.Tensor | None = None  # [num_rows, row_words] the same rows in wide words; None off the CPU
     raw: np.ndarray[Any, Any] | None = None  # [num_rows] one opaque item of row_bytes a row; None off the CPU
+    words: torch.Tensor | None = None  # [num_rows, row_words] the rows in their widest words; for large gathers
 
     @classmethod
     def over(cls, tensor: torch.Tensor) -> RowTable:
         """Wrap `tensor` [num_rows, width]; rows may be strided, the elements of one may not."""
         if not tensor.is_cpu:
             return cls(tensor)
-        row_bytes = tensor.shape[1] * tensor.element_size()
-        stride_bytes = tensor.stride(0) * tensor.element_size()
-        word = _word_dtype(row_bytes, tensor.data_ptr() | stride_bytes)
+        row_format = RowFormat.of(tensor.shape[1], tensor.dtype)
+        divisors = row_format.item.itemsize | tensor.data_ptr() | tensor.stride(0) * tensor.element_size()
+        word = next(dtype for size, dtype in _WORDS.items() if divisors % size == 0)
         words = tensor.view(word)
-        raw = words.numpy().view(np.dtype((np.void, row_bytes)))[:, 0]
-        return cls(tensor, words, raw)
+        return cls(tensor, words.numpy().view(row_format.item)[:, 0], words)
 
 
-@dataclass(frozen=True, slots=True)
-class FieldSource:
+def empty_table(num_rows: int, row: RowFormat, memory: Any = None) -> RowTable:
+    """An uninitialised table [num_rows, row.width] on the CPU, in `memory` (a buffer) where one is given."""
+    raw = np.empty(num_rows, row.item) if memory is None else np.frombuffer(memory, row.item)
+    tensor = torch.from_numpy(np.ndarray((num_rows, row.width), row.number, raw))
+    return RowTable(tensor if tensor.dtype is row.dtype else tensor.view(row.dtype), raw)
+
+
+class FieldSource(NamedTuple):
     """Where the rows of one field are: by slot in `pool`, or one by one in `rows`."""
 
     pool: RowTable | None = None  # slots mode: [num_slots, width]
     rows: Sequence[torch.Tensor | None] = ()  # pointers mode: num_rows tensors [>= width]; None where absent
     addresses: torch.Tensor | None = None  # pointers mode on an accelerator: [num_rows] int64, 0 where absent
     dtype: torch.dtype | None = None  # dtype of the separate rows
-    alignment: int = 16  # pointers mode: the largest power of two up to 16 that divides every address
+    is_aligned: bool = True  # pointers mode: every address is a multiple of 16
 
 
-@dataclass(frozen=True, slots=True)
-class RelayTarget:
+class RelayTarget(NamedTuple):
     """The future map's rows that the launch writes, and what it writes beside the fields."""
 
     future_indices: torch.Tensor  # [num_rows] int; outside 0..num_slots-1: the row is not relayed
     seq_lens: torch.Tensor | None  # [num_rows] int; None: a stash without a publish
     bonus_tokens: torch.Tensor  # [num_rows] int
-    seq_lens_buf: torch.Tensor  # [num_slots] int64
-    bonus_tokens_buf: torch.Tensor  # [num_slots] int64
+    seq_lens_buf: RowTable  # [num_slots, 1] int64
+    bonus_tokens_buf: RowTable  # [num_slots, 1] int64
     fields: tuple[RowTable | None, ...]  # [num_slots, width] a field; None: not relayed
     valid: tuple[torch.Tensor | None, ...]  # [num_slots] bool a field; None: always there
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchDescriptor:
+class LaunchDescriptor(NamedTuple):
     """All that one launch needs."""
 
     num_rows: int  # b, at least 1
@@ -86,8 +111,7 @@ class LaunchDescriptor:
     slots: torch.Tensor | None  # [b] int64 or int32; None in pointers mode
     present: tuple[torch.Tensor | None, ...]  # [b] uint8 a field: 0 where the row is absent; None: all there
     outputs: tuple[RowTable | None, ...]  # [num_padded, width] a field; None: relay only
-    dtypes: tuple[torch.dtype, ...]  # of outputs and relay, a field
-    widths: tuple[int, ...]  # a field
+    formats: tuple[RowFormat, ...]  # of outputs and relay, a field
     relay: RelayTarget | None = None
 
 
@@ -181,10 +205,11 @@ def gather_rows(descriptor: LaunchDescriptor) -> None:
     source_ptrs, source_dtypes, slot_strides, blocks = [], [], [], []
     output_ptrs, relay_ptrs, valid_ptrs = [], [], []
     for f, source in enumerate(d.sources):
-        source_dtype = d.dtypes[f] if source.pool is not None else source.dtype
+        own = d.formats[f]
+        source_dtype = own.dtype if source.pool is not None else source.dtype
         assert source_dtype is not None
         # Rows that keep their dtype travel as integers, so that no bit of them is interpreted.
-        move_as = _MOVE_AS.get(source_dtype.itemsize) if source_dtype is d.dtypes[f] else None
+        move_as = _MOVE_AS.get(source_dtype.itemsize) if source_dtype is own.dtype else None
         view = (lambda t, m=move_as: t if m is None else t.view(m))
         if pointers:
             source_ptrs.append(source.addresses)
@@ -194,14 +219,15 @@ def gather_rows(descriptor: LaunchDescriptor) -> None:
             source_ptrs.append(view(source.pool.tensor))
             slot_strides.append(source.pool.tensor.stride(0))
         source_dtypes.append(_TRITON_DTYPES[move_as or source_dtype])
-        blocks.append(min(TILE_BYTES // source_dtype.itemsize, triton.next_power_of_2(d.widths[f])))
+        blocks.append(min(TILE_BYTES // source_dtype.itemsize, triton.next_power_of_2(own.width)))
         output = d.outputs[f]
         output_ptrs.append(None if output is None else view(output.tensor))
         relayed = None if d.relay is None else d.relay.fields[f]
         valid = None if d.relay is None else d.relay.valid[f]
         relay_ptrs.append(None if relayed is None else view(relayed.tensor))
         valid_ptrs.append(None if valid is None else valid.view(torch.uint8))
-    num_tiles = max(-(-width // block) for width, block in zip(d.widths, blocks, strict=True))
+    widths = tuple(own.width for own in d.formats)
+    num_tiles = max(-(-width // block) for width, block in zip(widths, blocks, strict=True))
     relay = d.relay
     num_programs = d.num_padded if any(o is not None for o in d.outputs) else d.num_rows
     _gather_rows_kernel[(num_programs, num_tiles)](
@@ -214,15 +240,15 @@ def gather_rows(descriptor: LaunchDescriptor) -> None:
         None if relay is None else relay.future_indices,
         None if relay is None else relay.seq_lens,
         None if relay is None else relay.bonus_tokens,
-        None if relay is None else relay.seq_lens_buf,
-        None if relay is None else relay.bonus_tokens_buf,
+        None if relay is None else relay.seq_lens_buf.tensor,
+        None if relay is None else relay.bonus_tokens_buf.tensor,
         d.num_rows,
-        0 if relay is None else relay.seq_lens_buf.shape[0],
+        0 if relay is None else relay.seq_lens_buf.tensor.shape[0],
         SOURCE_DTYPES=tuple(source_dtypes),
         SLOT_STRIDES=tuple(slot_strides),
-        WIDTHS=d.widths,
+        WIDTHS=widths,
         BLOCKS=tuple(blocks),
-        ALIGNED=all(source.alignment >= 16 for source in d.sources),
+        ALIGNED=all(source.is_aligned for source in d.sources),
     )
 
 
@@ -240,61 +266,111 @@ def gather_rows_torch(descriptor: LaunchDescriptor) -> None:
 
 def _gather_field(d: LaunchDescriptor, f: int, slots: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
     """Gather field `f` into its output (or a temporary), zero what has no row, return the rows as bytes."""
-    source, num_rows = d.sources[f], d.num_rows
-    output = d.outputs[f] or RowTable.over(torch.empty((num_rows, d.widths[f]), dtype=d.dtypes[f]))
-    assert output.raw is not None and output.words is not None
+    source, num_rows, present = d.sources[f], d.num_rows, d.present[f]
+    output = d.outputs[f] or empty_table(num_rows, d.formats[f])
+    assert output.raw is not None
     if source.pool is None:
-        _stack_rows(source.rows, output.tensor[:num_rows])
-    elif num_rows * output.raw.itemsize <= _SMALL_GATHER_BYTES or output.words.dtype is not source.pool.words.dtype:
+        _stack_rows(source.rows, output.tensor, d.formats[f])
+    elif num_rows * output.raw.itemsize <= _SMALL_GATHER_BYTES:
+        assert source.pool.raw is not None
         output.raw[:num_rows] = source.pool.raw[slots]
     else:
-        torch.index_select(source.pool.words, 0, d.slots, out=output.words[:num_rows])
-    present = d.present[f]
+        words = source.pool.words
+        assert words is not None and d.slots is not None
+        torch.index_select(words, 0, d.slots, out=output.tensor[:num_rows].view(words.dtype))
     if present is not None:
         output.tensor[:num_rows][present == 0] = 0
     if num_rows < len(output.raw):
-        output.words[num_rows:].zero_()
+        output.tensor[num_rows:] = 0
     return output.raw[:num_rows]
 
 
-@torch.no_grad()
-def _stack_rows(rows: Sequence[torch.Tensor | None], output: torch.Tensor) -> None:
-    """Write separate rows, each at least as wide as `output` [num_rows, width], converting their dtype."""
-    there = [row for row in rows if row is not None]
+def _stack_rows(rows: Sequence[torch.Tensor | None], output: torch.Tensor, row: RowFormat) -> None:
+    """Write separate rows, at least `row.width` wide and of one dtype, into the first rows of `output`."""
+    there = [r for r in rows if r is not None]
     if not there:
         return
     if len(there) < len(rows):
-        positions = [i for i, row in enumerate(rows) if row is not None]
-        output[positions] = torch.stack(there)[:, : output.shape[1]].to(output.dtype)
-    elif there[0].shape[0] == output.shape[1] and there[0].dtype is output.dtype:
-        torch.stack(there, out=output)
+        positions = [i for i, r in enumerate(rows) if r is not None]
+        output[positions] = _stacked(there)[:, : row.width].to(row.dtype)
+    elif len(rows) <= _FEW_MOVES and all([_is_dense(r, row.dtype) for r in there]):
+        address = output.data_ptr()
+        for i, r in enumerate(there):
+            ctypes.memmove(address + i * row.item.itemsize, r.data_ptr(), row.item.itemsize)
+    elif there[0].shape[0] != row.width or there[0].dtype is not row.dtype:
+        stacked = _stacked(there)[:, : row.width]
+        if row.dtype in _NUMPY_NUMBERS and stacked.dtype is row.dtype:
+            output.numpy()[: len(rows)] = stacked.numpy()
+        else:
+            output[: len(rows)] = stacked
+    elif len(rows) == len(output):
+        _stacked(there, output)
     else:
-        output.copy_(torch.stack(there)[:, : output.shape[1]])
+        _stacked(there, output[: len(rows)])
+
+
+# Up to so many rows a memory move each beats torch.stack and its slice.
+_FEW_MOVES = 8
+
+
+def _is_dense(row: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the row's memory is its values, one after the other, of `dtype`."""
+    return row.dtype is dtype and row.is_contiguous() and not row.is_neg()
+
+
+def _stacked(rows: list[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+    try:
+        return torch.stack(rows, out=out).detach()
+    except RuntimeError:
+        # Into `out` torch does not stack rows that require grad; it says so before it writes.
+        return torch.stack([r.detach() for r in rows], out=out)
 
 
 def _relay_rows(d: LaunchDescriptor, relay: RelayTarget, gathered: list[np.ndarray[Any, Any]]) -> None:
     """Scatter what was gathered into the relay rows; rows with an index out of range are left out."""
     indices = relay.future_indices.numpy()
-    seq_lens = None if relay.seq_lens is None else relay.seq_lens.numpy()
-    bonus_tokens = relay.bonus_tokens.numpy()
     presents = [None if present is None else present.numpy() != 0 for present in d.present]
-    num_slots = relay.seq_lens_buf.shape[0]
-    if indices.min() < 0 or indices.max() >= num_slots:
+    vectors = [(relay.bonus_tokens_buf, relay.bonus_tokens.numpy())]
+    if relay.seq_lens is not None:
+        vectors.append((relay.seq_lens_buf, relay.seq_lens.numpy()))
+    assert relay.bonus_tokens_buf.raw is not None
+    num_slots = len(relay.bonus_tokens_buf.raw)
+    if not are_in_range(indices, num_slots):
         keep = (indices >= 0) & (indices < num_slots)
-        indices, bonus_tokens = indices[keep], bonus_tokens[keep]
-        seq_lens = None if seq_lens is None else seq_lens[keep]
-        gathered = [raw[keep] for raw in gathered]
+        indices, gathered = indices[keep], [raw[keep] for raw in gathered]
         presents = [None if present is None else present[keep] for present in presents]
-    if seq_lens is not None:
-        relay.seq_lens_buf.numpy()[indices] = seq_lens
-    relay.bonus_tokens_buf.numpy()[indices] = bonus_tokens
-    for raw, table, valid, present in zip(gathered, relay.fields, relay.valid, presents, strict=True):
-        if table is None:
-            continue
+        vectors = [(table, numbers[keep]) for table, numbers in vectors]
+    for table, numbers in vectors:
         assert table.raw is not None
+        table.raw.view(_INT64)[indices] = numbers
+    for raw, field_table, valid, present in zip(gathered, relay.fields, relay.valid, presents, strict=True):
+        if field_table is None:
+            continue
+        assert field_table.raw is not None
         if present is None:
-            table.raw[indices] = raw
+            field_table.raw[indices] = raw
         else:
-            table.raw[indices[present]] = raw[present]
+            field_table.raw[indices[present]] = raw[present]
         if valid is not None:
             valid.numpy()[indices] = True if present is None else present
+
+
+def are_in_range(indices: np.ndarray[Any, Any], end: int) -> bool:
+    """Whether all of at least one integer, int64 or int32, lie in 0..end-1."""
+    if len(indices) <= _FEW:
+        values = indices.tolist()
+        return min(values) >= 0 and max(values) < end
+    # As unsigned numbers, negative ones are too large: one pass instead of two.
+    return bool(indices.view(_UNSIGNED[indices.itemsize]).max() < end)
+
+
+# Up to so many integers Python's own min, max and set beat a NumPy reduction.
+_FEW = 32
+
+
+def are_distinct(indices: np.ndarray[Any, Any]) -> bool:
+    """Whether no integer is there twice."""
+    if len(indices) <= _FEW:
+        return len(set(indices.tolist())) == len(indices)
+    ordered = np.sort(indices)
+    return not (ordered[1:] == ordered[:-1]).any()

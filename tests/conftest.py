@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
+
+# For `import helpers`: with import mode importlib the folder of the tests is on no path.
+sys.path.insert(0, str(Path(__file__).parent))
 
 # Read when the kernel is decorated: before the first import of draftgather.
 os.environ["TRITON_INTERPRET"] = "1"

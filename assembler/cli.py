@@ -1,0 +1,248 @@
+"""The command line: `draftgather demo`, `draftgather doctor`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from time import monotonic
+from typing import Annotated, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from draftgather import __version__
+from draftgather.arrivals import Arrival, TraceError, generate, read_trace
+from draftgather.bench.environment import environment
+from draftgather.demo import DemoFigures, DemoOptions, replay
+from draftgather.doctor import Diagnosis, diagnose
+
+# Without markup and pretty exceptions: errors are plain lines, in a pipe too.
+app = typer.Typer(
+    name="draftgather",
+    help="Draft rows of PD-disaggregated speculative decoding, gathered into batches in one launch.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+_NUM_GENERATED = 5000
+
+
+class Dtype(str, Enum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class Device(str, Enum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+def main() -> None:
+    """The entry point."""
+    app(prog_name="draftgather")
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def _check_factor(value: float) -> float:
+    # Not by min and max: NaN would pass those.
+    if not 1e-3 <= value <= 1e6:
+        raise typer.BadParameter(f"{value} is not between 0.001 and 1000000.")
+    return value
+
+
+def _check_device(device: Device) -> Device:
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise typer.BadParameter("this machine has no CUDA device that torch can use.")
+    return device
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    trace: Annotated[
+        Path | None, typer.Option(help="Arrivals of a Mooncake trace (JSON lines); by default they are generated.")
+    ] = None,
+    jitter: Annotated[bool, typer.Option(help="Spread equal times of the trace up to the next distinct one.")] = True,
+    hidden_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Width of the draft's hidden state.")] = 7168,
+    dtype: Annotated[Dtype, typer.Option(help="Of the hidden states.")] = Dtype.bfloat16,
+    topk: Annotated[int, typer.Option(min=1, max=64)] = 4,
+    num_steps: Annotated[int, typer.Option(min=1, max=64, help="Above 1: multi-layer EAGLE.")] = 1,
+    tick_ms: Annotated[
+        float, typer.Option(callback=_check_factor, help="Simulated time from one batch to the next.")
+    ] = 20.0,
+    speed_up: Annotated[
+        float, typer.Option(callback=_check_factor, help="How many times faster requests arrive, and end.")
+    ] = 1.0,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help=f"Requests; by default the whole trace, or {_NUM_GENERATED} generated.")
+    ] = None,
+    device: Annotated[Device, typer.Option(callback=_check_device)] = Device.cpu,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    threads: Annotated[int, typer.Option(min=1, max=os.cpu_count(), help="Of torch, during the demo.")] = 1,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help='Also write the figures as JSON; "-" is the standard output.')
+    ] = None,
+) -> None:
+    """Replay arrivals through the whole path, beside torch.stack, and compare every byte.
+
+    Exit code: 0 if every byte agrees, 1 if not, 2 for a bad option or file.
+    """
+    is_stdout = json_file == Path("-")
+    if json_file is not None and not is_stdout:
+        _check_writable(json_file, trace)
+    requests, total = _arrivals(trace, jitter, seed, limit)
+    options = DemoOptions(
+        hidden_size=hidden_size,
+        dtype=getattr(torch, dtype.value),
+        topk=topk,
+        num_steps=num_steps,
+        tick_ms=tick_ms,
+        speed_up=speed_up,
+        device=torch.device(device.value),
+        seed=seed,
+        threads=threads,
+    )
+    with _progress(total) as on_progress:
+        figures = replay(requests, options, on_progress)
+    Console(stderr=is_stdout).print(_demo_table(figures, device))
+    if json_file is not None:
+        # Not the trace's name: a path says more about a machine than a report should.
+        source = {"arrivals": "generated" if trace is None else "trace", "jitter": jitter, "limit": limit}
+        where = environment() | {"device": device.value, "threads": threads}
+        text = json.dumps(
+            asdict(figures) | {"options": asdict(options) | source, "environment": where}, indent=2, default=str
+        )
+        _write(json_file, text, is_stdout)
+    if figures.mismatches:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Tell what this machine offers, and by which route rows of each kind reach each device."""
+    diagnosis = diagnose()
+    if as_json:
+        typer.echo(json.dumps(asdict(diagnosis), indent=2))
+    else:
+        _print_diagnosis(diagnosis, Console())
+
+
+def _arrivals(trace: Path | None, jitter: bool, seed: int, limit: int | None) -> tuple[Iterator[Arrival], int]:
+    """The requests, and how many they are."""
+    if trace is None:
+        total = _NUM_GENERATED if limit is None else limit
+        return generate(total, seed), total
+    try:
+        arrivals = read_trace(trace, jitter=jitter, seed=seed)[:limit]
+    except TraceError as error:
+        _fail(str(error))
+    return iter(arrivals), len(arrivals)
+
+
+def _check_writable(path: Path, trace: Path | None) -> None:
+    """Before the replay, not after it."""
+    try:
+        if trace is not None and path.exists() and trace.exists() and path.samefile(trace):
+            _fail(f"{path}: is the trace itself, and would be overwritten")
+        existed = path.exists()
+        # A pipe or device is not tried: whoever reads it would notice.
+        if not existed or path.is_file() or path.is_dir():
+            path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        _fail(f"{path}: cannot be written: {error.strerror or error}")
+
+
+def _write(path: Path, text: str, is_stdout: bool) -> None:
+    if is_stdout:
+        typer.echo(text)
+        return
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        _fail(f"{path}: cannot be written: {error.strerror or error}")
+
+
+def _fail(text: str) -> NoReturn:
+    typer.echo(f"draftgather: error: {' '.join(text.splitlines())}", err=True)
+    raise typer.Exit(2)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; its callback adds finished requests."""
+    # Without rich's own thread, which would run in the midst of what is timed.
+    with Progress(
+        console=Console(stderr=True), auto_refresh=False, transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
+        task, shown = bar.add_task("requests", total=total), monotonic()
+
+        def advance(num_requests: int) -> None:
+            nonlocal shown
+            bar.advance(task, num_requests)
+            if monotonic() - shown > 0.1:
+                bar.refresh()
+                shown = monotonic()
+
+        yield advance
+
+
+def _demo_table(f: DemoFigures, device: Device) -> Table:
+    caption = "Host time in µs. Every byte was compared with the torch.stack path's."
+    if device is Device.cpu:
+        caption += "\nThis ran on the CPU: its ratios are proxies, decode nodes run GPUs."
+    table = Table("", "draftgather", "torch.stack", "ratio", title="draftgather demo", caption=caption)
+    for column in table.columns[1:]:
+        column.justify = "right"
+
+    def add_times(name: str, ours: float, plain: float) -> None:
+        table.add_row(name, f"{ours:.1f}", f"{plain:.1f}", f"{plain / ours:.2f}x")
+
+    table.add_row("requests", str(f.requests))
+    table.add_row("batches", str(f.batches))
+    table.add_row("batch size, p50 / p99 / max", f"{f.batch_size_p50} / {f.batch_size_p99} / {f.batch_size_max}")
+    add_times("a batch, p50", f.ours_us_p50, f.torch_stack_us_p50)
+    add_times("a batch, p99", f.ours_us_p99, f.torch_stack_us_p99)
+    add_times("an arriving row, p50 (put, 3 clones)", f.put_us_p50, f.clone_us_p50)
+    table.add_row("route", f.route)
+    table.add_row("launches", str(f.launches))
+    table.add_row("mismatches", str(f.mismatches), style="bold red" if f.mismatches else "green")
+    return table
+
+
+def _print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+    for name, value in diagnosis.environment.items():
+        console.print(f"{name:>12}  {'-' if value is None else value}", markup=False, highlight=False)
+    for device in diagnosis.devices:
+        table = Table("rows", "route", "in words", title=f"device {device.device}", caption=device.words)
+        for route in device.routes:
+            table.add_row(route.rows, route.route or "-", route.words)
+        console.print(table)
+    if len(diagnosis.devices) == 1:
+        console.print("torch can use no CUDA device here: batches are assembled on the CPU.", highlight=False)
