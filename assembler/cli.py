@@ -169,12 +169,14 @@ def _check_writable(path: Path, trace: Path | None) -> None:
     try:
         if trace is not None and path.exists() and trace.exists() and path.samefile(trace):
             _fail(f"{path}: is the trace itself, and would be overwritten")
-        existed = path.exists()
+        # What a dangling link points to is made and taken away again, not the link.
+        target = Path(os.path.realpath(path))
+        existed = target.exists()
         # A pipe or device is not tried: whoever reads it would notice.
-        if not existed or path.is_file() or path.is_dir():
-            path.open("a").close()
+        if not existed or target.is_file() or target.is_dir():
+            target.open("a").close()
         if not existed:
-            path.unlink()
+            target.unlink()
     except OSError as error:
         _fail(f"{path}: cannot be written: {error.strerror or error}")
 

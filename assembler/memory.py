@@ -81,6 +81,8 @@ class HostBlockCache:
     def __init__(self, max_free: int = 4) -> None:
         self._max_free = max_free
         self._free: dict[int, deque[torch.Tensor]] = {}
+        # ctypes forgets an array type with its last instance, and making one takes longer than all else here.
+        self._lease_types: dict[int, type[ctypes.Array[ctypes.c_ubyte]]] = {}
 
     def table(self, num_rows: int, row: RowFormat) -> RowTable:
         """An uninitialised table [num_rows, row.width] that nothing else uses."""
@@ -90,13 +92,16 @@ class HostBlockCache:
     def _lease(self, num_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
         """One use of a block: an object that ends with the last array and tensor over it."""
         block_bytes = 1 << (num_bytes - 1).bit_length()
-        free = self._free.setdefault(block_bytes, deque(maxlen=self._max_free))
+        free = self._free.get(block_bytes)
+        if free is None:
+            free = self._free.setdefault(block_bytes, deque(maxlen=self._max_free))
+            self._lease_types[block_bytes] = ctypes.c_ubyte * block_bytes
         try:
             block = free.pop()
         except IndexError:
             block = allocate_slab(block_bytes, pin=False)
         # Not an array: NumPy shortens chains of views, and would hold the block past the lease.
-        lease = (ctypes.c_ubyte * num_bytes).from_address(block.data_ptr())
+        lease = self._lease_types[block_bytes].from_address(block.data_ptr())
         # The lease holds its block, and a weak reference to itself whose callback gives the block
         # back: it ends with the lease, whatever became of this cache.
         lease.block = block  # type: ignore[attr-defined]

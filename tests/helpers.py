@@ -25,6 +25,7 @@ REAL_DTYPES = (
     torch.uint8,
     torch.bool,
 )
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Rows = dict[str, list[torch.Tensor | None]]
 
@@ -39,10 +40,12 @@ FIELD_LISTS = {
 
 def raw(tensor: torch.Tensor) -> Bytes:
     """A copy of a tensor's bytes, [num_rows, row_bytes] or [bytes]."""
-    dense = tensor.detach().resolve_neg().contiguous()
+    dense = tensor.detach().resolve_neg()
+    # As integers, as torch copies a bool of any bits as 0 or 1; cloned, as one element is contiguous at any stride.
+    dense = dense.view(_INTEGERS[dense.element_size()]).clone(memory_format=torch.contiguous_format)
     if dense.numel() == 0:
         return np.empty((*dense.shape[:-1], dense.shape[-1] * dense.element_size()), np.uint8)
-    return dense.view(torch.uint8).numpy().copy()
+    return dense.view(torch.uint8).numpy()
 
 
 def random_row(field: dg.Field, rng: np.random.Generator) -> torch.Tensor:

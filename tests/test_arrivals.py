@@ -21,7 +21,7 @@ def write(path: Path, *lines: bytes) -> Path:
     return path
 
 
-@pytest.fixture()
+@pytest.fixture
 def trace(tmp_path: Path) -> Path:
     """The real trace where it is at hand, else a small one in its format."""
     if REAL.exists():
@@ -84,7 +84,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, words: str) -> None:
 def test_no_bytes_raise_anything_else(tmp_path: Path, garbage: bytes) -> None:
     """Guards against a traceback, whatever the file."""
     path = write(tmp_path / "t", garbage)
-    with pytest.raises(TraceError, match="holds no request|is not|expected|lacks"):
+    with pytest.raises(TraceError, match=r"holds no request|is not|expected|lacks"):
         read_trace(path, jitter=True, seed=0)
 
 

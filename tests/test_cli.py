@@ -6,14 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 import draftgather as dg
-from draftgather import launch
 from draftgather.cli import app
-from draftgather.kernels.gather_rows import LaunchDescriptor, gather_rows_torch
+from draftgather.draft_assembler import DraftAssembler
+from draftgather.draft_batch import DraftBatch
 
 SMALL = ("demo", "--hidden-size", "16", "--limit", "40")
 FIGURES = {
@@ -46,13 +47,15 @@ def test_demo_prints_a_table() -> None:
 def test_a_mismatch_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a demo that is green whatever it finds."""
 
-    def spoiled(descriptor: LaunchDescriptor) -> None:
-        gather_rows_torch(descriptor)
-        output = descriptor.outputs[-1]
-        if descriptor.relay is not None and output is not None:
-            output.tensor[0] = 1
+    assemble = DraftAssembler.assemble_slots
 
-    monkeypatch.setattr(launch, "gather_rows_torch", spoiled)
+    def spoiled(self: DraftAssembler, *args: Any, **kwargs: Any) -> DraftBatch:
+        batch = assemble(self, *args, **kwargs)
+        if "hidden_states" in batch.tensors:
+            batch.tensors["hidden_states"][0] = 1
+        return batch
+
+    monkeypatch.setattr(DraftAssembler, "assemble_slots", spoiled)
     result = call(*SMALL, "--json", "-")
     assert result.exit_code == 1
     figures = json.loads(result.stdout)
@@ -129,6 +132,10 @@ def test_an_unwritable_file_is_noticed_first(tmp_path: Path, monkeypatch: pytest
 def test_a_failed_run_leaves_no_file(tmp_path: Path) -> None:
     assert call(*SMALL, "--trace", tmp_path / "missing", "--json", tmp_path / "f.json").exit_code == 2
     assert list(tmp_path.iterdir()) == []
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "target")
+    assert call(*SMALL, "--trace", tmp_path / "missing", "--json", link).exit_code == 2
+    assert list(tmp_path.iterdir()) == [link]
 
 
 @pytest.mark.parametrize(

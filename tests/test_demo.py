@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from draftgather import future_map, launch
+from draftgather import draft_assembler, launch
 from draftgather.arrivals import Arrival, generate
 from draftgather.demo import DemoFigures, DemoOptions, PoolIndices, RowSource, replay, same_bytes
+from draftgather.draft_assembler import DraftAssembler
+from draftgather.draft_batch import DraftBatch
 from draftgather.draft_input import EagleDraftInput
-from draftgather.kernels.gather_rows import LaunchDescriptor, gather_rows_torch
+from draftgather.future_map import FutureMap, Relay
 
 SMALL = DemoOptions(hidden_size=24, num_slots=64)
 
@@ -22,24 +24,20 @@ def run(options: DemoOptions = SMALL, num_requests: int = 300) -> DemoFigures:
     return replay(generate(num_requests, options.seed), options)
 
 
-@pytest.fixture()
-def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[LaunchDescriptor], None], int], None]:
-    """Change what the nth relaying launch of a batch has written."""
+def spoil(monkeypatch: pytest.MonkeyPatch, change: Callable[[DraftBatch, Relay], None], nth: int) -> None:
+    """Change what the nth batch of more than one row has written."""
+    assemble, seen = DraftAssembler.assemble_slots, 0
 
-    def install(change: Callable[[LaunchDescriptor], None], nth: int) -> None:
-        seen = 0
+    def spoiled(self: DraftAssembler, slots: Any, *args: Any, relay: Relay | None = None, **kwargs: Any) -> DraftBatch:
+        nonlocal seen
+        batch = assemble(self, slots, *args, relay=relay, **kwargs)
+        if relay is not None and len(slots) > 1:
+            seen += 1
+            if seen == nth:
+                change(batch, relay)
+        return batch
 
-        def spoiled(descriptor: LaunchDescriptor) -> None:
-            nonlocal seen
-            gather_rows_torch(descriptor)
-            if descriptor.relay is not None and descriptor.num_rows > 1:
-                seen += 1
-                if seen == nth:
-                    change(descriptor)
-
-        monkeypatch.setattr(launch, "gather_rows_torch", spoiled)
-
-    return install
+    monkeypatch.setattr(DraftAssembler, "assemble_slots", spoiled)
 
 
 @pytest.mark.parametrize(
@@ -92,33 +90,34 @@ def test_a_replay_depends_on_the_seed_alone() -> None:
     assert untimed(run()) != untimed(run(replace(SMALL, seed=1)))
 
 
-def swap_rows(descriptor: LaunchDescriptor) -> None:
-    output = descriptor.outputs[2]
-    assert output is not None
-    output.tensor[:2] = output.tensor[:2].flip(0)
+def swap_rows(batch: DraftBatch, relay: Relay) -> None:
+    batch.tensors["hidden_states"][:2] = batch.tensors["hidden_states"][:2].flip(0)
 
 
-def flip_a_bit(descriptor: LaunchDescriptor) -> None:
-    output = descriptor.outputs[0]
-    assert output is not None
-    output.tensor.view(torch.int32)[0, -1] ^= 1
+def flip_a_bit(batch: DraftBatch, relay: Relay) -> None:
+    batch.tensors["topk_p"].view(torch.int32)[0, -1] ^= 1
 
 
-def change_a_length(descriptor: LaunchDescriptor) -> None:
-    assert descriptor.relay is not None
-    descriptor.relay.seq_lens_buf[descriptor.relay.future_indices[0]] += 1
+def swap_relay_rows(batch: DraftBatch, relay: Relay) -> None:
+    rows = relay.future_map.buffers["topk_index"]
+    rows[relay.future_indices[:2]] = rows[relay.future_indices[:2].flip(0)]
 
 
-def change_a_foreign_row(descriptor: LaunchDescriptor) -> None:
+def change_a_length(batch: DraftBatch, relay: Relay) -> None:
+    relay.future_map.new_seq_lens_buf[relay.future_indices[0]] += 1
+
+
+def change_a_foreign_row(batch: DraftBatch, relay: Relay) -> None:
     """Row 0 is in no batch: only the last look at the whole map sees it."""
-    assert descriptor.relay is not None
-    descriptor.relay.bonus_tokens_buf[0] = 1
+    relay.future_map.output_tokens_buf[0] = 1
 
 
-@pytest.mark.parametrize("change", [swap_rows, flip_a_bit, change_a_length, change_a_foreign_row])
-def test_what_is_spoiled_is_counted(spoil: Any, change: Callable[[LaunchDescriptor], None]) -> None:
+@pytest.mark.parametrize("change", [swap_rows, flip_a_bit, swap_relay_rows, change_a_length, change_a_foreign_row])
+def test_what_is_spoiled_is_counted(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[DraftBatch, Relay], None]
+) -> None:
     """Guards against a demo that cannot fail."""
-    spoil(change, nth=3)
+    spoil(monkeypatch, change, nth=3)
     # A lifetime of one tick: no later batch is merged with the spoiled one.
     assert replay((Arrival(float(i), 5, 1) for i in range(200)), SMALL).mismatches == 1
 
@@ -136,15 +135,13 @@ def test_a_merge_in_the_wrong_order_is_counted(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_second_launch_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a count that is assumed: two launches a batch must show as such."""
-    from draftgather import draft_assembler
-
-    once = draft_assembler.DraftAssembler.assemble_slots
+    once = DraftAssembler.assemble_slots
 
     def twice(self: Any, *args: Any, **kwargs: Any) -> Any:
         once(self, *args, **kwargs)
         return once(self, *args, **kwargs)
 
-    monkeypatch.setattr(draft_assembler.DraftAssembler, "assemble_slots", twice)
+    monkeypatch.setattr(DraftAssembler, "assemble_slots", twice)
     figures = run()
     assert figures.launches == 2 * figures.batches
 
@@ -152,18 +149,16 @@ def test_a_second_launch_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_resolve_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """And neither are launches outside of the assembler."""
     calls = []
-    resolve = future_map.FutureMap.resolve
-    monkeypatch.setattr(future_map.FutureMap, "resolve", lambda self, batch: (calls.append(1), resolve(self, batch)))
+    resolve = FutureMap.resolve
+    monkeypatch.setattr(FutureMap, "resolve", lambda self, batch: (calls.append(1), resolve(self, batch)))
     figures = run()
     assert len(calls) == figures.launches == figures.batches
 
 
 def test_threads_and_launch_are_restored() -> None:
-    from draftgather import draft_assembler
-
-    torch.set_num_threads(2)
-    run(num_requests=3)
-    assert torch.get_num_threads() == 2
+    before = torch.get_num_threads()
+    run(replace(SMALL, threads=before + 1), num_requests=3)
+    assert torch.get_num_threads() == before
     assert vars(draft_assembler)["launch"] is launch.launch
 
 

@@ -159,15 +159,26 @@ def test_strided_vectors(machine, fields, mode, name, layout):
     assert_bytes(batch.spec_info.hidden_states, stacked(fields[2], rows["hidden_states"], 3))
 
 
-@pytest.mark.parametrize("make", [lambda t: t[:, ::2], lambda t: t[:, :24], lambda t: t.T[:3, :24].T.contiguous().T])
-def test_stash_of_strided_rows(machine, make):
+SLICES = {
+    "step 2": lambda t: t[:3, :48:2],
+    "first columns": lambda t: t[:3, :24],
+    "transposed": lambda t: t.T[:3, :24],
+    "expanded": lambda t: t[:1, :24].expand(3, 24),
+    "one row": lambda t: t[1:2, 1:49:2],
+    "one element": lambda t: t[1:2, 1:3:2],
+}
+
+
+@pytest.mark.parametrize("which", SLICES)
+def test_stash_of_strided_rows(machine, which):
     """Guards a draft input whose tensors are slices of bigger ones: the rows count, not what lies between."""
-    field = dg.Field("hidden_states", 24, torch.int16)
-    whole = torch.arange(48 * 48, dtype=torch.int16).view(48, 48)
-    tensor = make(whole)[:3, :24]
+    rows = SLICES[which](torch.arange(48 * 50, dtype=torch.int16).view(48, 50))
+    field = dg.Field("hidden_states", rows.shape[1], torch.int16)
+    indices = [3, 1, 2][: len(rows)]
     future_map = poisoned_map([field], machine=machine)
-    future_map.stash(torch.tensor([3, 1, 2]), dg.EagleDraftInput(hidden_states=tensor, bonus_tokens=torch.arange(3)))
-    assert future_map.buffers["hidden_states"][[3, 1, 2]].tolist() == tensor.tolist()
+    draft_input = dg.EagleDraftInput(hidden_states=rows, bonus_tokens=torch.arange(len(rows)))
+    future_map.stash(torch.tensor(indices), draft_input)
+    assert future_map.buffers["hidden_states"][indices].tolist() == rows.tolist()
 
 
 def test_stash_of_rows_with_gradients(machine):
