@@ -5,8 +5,8 @@
 
 One thread, overlap on (publish and stash included), checks on. *Rotating*: another batch at each
 call, over a pool of --pool rows and as many relay slots, so that rows and relay are cold in cache.
-*Hot*: the same batch at each call. Paths take turns within one run, the order reversed every
-round; each figure is the median. Before a case is timed, and after, all paths must have written
+*Hot*: the same batch at each call. Paths take turns of --turn calls within one run, the order
+reversed every round; each figure is the median. Before a case is timed, and after, all paths must have written
 the same bytes. These are CPU ratios, proxies: decode nodes run GPUs.
 """
 
@@ -157,19 +157,23 @@ def _check_equal(work: Workload, batch: Batch, ours: Callable[[Workload, Batch],
             raise SystemExit("sequence lengths or bonus tokens differ from torch.stack: no figures")
 
 
-def interleaved(paths: Sequence[Path_], rounds: int) -> list[float]:
-    """The median time of each path in microseconds; they take turns, in reversed order every second round."""
+def interleaved(paths: Sequence[Path_], rounds: int, calls_a_turn: int) -> list[float]:
+    """The median time of each path in microseconds.
+
+    They take turns, in reversed order every second round; the first call of a longer turn is not
+    timed, as it finds the caches full of the other path.
+    """
     times: list[list[int]] = [[] for _ in paths]
     order = list(enumerate(paths))
-    for _ in range(3):
-        for _, path in order:
-            path()
     for _ in range(rounds):
         for i, path in order:
-            start = time.perf_counter_ns()
-            result = path()
-            times[i].append(time.perf_counter_ns() - start)
-            del result
+            if calls_a_turn > 1:
+                path()
+            for _ in range(max(calls_a_turn - 1, 1)):
+                start = time.perf_counter_ns()
+                result = path()
+                times[i].append(time.perf_counter_ns() - start)
+                del result
         order.reverse()
     return [statistics.median(samples) / 1000 for samples in times]
 
@@ -185,7 +189,7 @@ def _rotate(call: Callable[[Workload, Batch], object], work: Workload, batches: 
     return run
 
 
-def measure(work: Workload, source: str, temperature: str, num_rows: int, rounds: int) -> Figure:
+def measure(work: Workload, source: str, temperature: str, num_rows: int, rounds: int, calls_a_turn: int) -> Figure:
     batches = _batches(work, num_rows, is_hot=temperature == "hot")
     ours = _OURS[source]
     _check_equal(work, batches[0], ours)
@@ -204,12 +208,13 @@ def measure(work: Workload, source: str, temperature: str, num_rows: int, rounds
     stack_us, ours_us, memcpy_us = interleaved(
         [_rotate(_torch_stack, work, batches), _rotate(ours, work, batches[half:] + batches[:half]), memcpy_twice],
         rounds,
+        calls_a_turn,
     )
     _check_equal(work, batches[-1], ours)
     return Figure(f"{source} {temperature}", num_rows, stack_us, ours_us, memcpy_us)
 
 
-def measure_arrival(work: Workload, rounds: int) -> tuple[float, float]:
+def measure_arrival(work: Workload, rounds: int, calls_a_turn: int) -> tuple[float, float]:
     """Microseconds a row: three clones out of a pool, as sglang's get_buf makes them, and one put."""
     pool = {
         "topk_p": torch.stack([row.topk_p for row in work.rows]),
@@ -233,7 +238,7 @@ def measure_arrival(work: Workload, rounds: int) -> tuple[float, float]:
         i = advance()
         work.mailbox.put(i, i, **narrow[i])
 
-    clone_us, put_us = interleaved([clones, put], rounds)
+    clone_us, put_us = interleaved([clones, put], rounds, calls_a_turn)
     return clone_us, put_us
 
 
@@ -244,7 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--topk", type=int, default=4)
     parser.add_argument("--pool", type=int, default=4096, help="rows, mailbox slots and relay slots")
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--turn", type=int, default=8, help="calls a path makes in its turn; 1: strictly alternating")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -255,14 +261,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for source in _OURS:
         for temperature in ("rotating", "hot"):
             for num_rows in options.sizes:
-                f = measure(work, source, temperature, num_rows, options.rounds)
+                f = measure(work, source, temperature, num_rows, options.rounds, options.turn)
                 figures.append(f)
                 print(
                     f"{f.case:<16}{f.num_rows:>5}{f.torch_stack_us:>13.1f}{f.ours_us:>13.1f}{f.ratio:>8.2f}"
                     f"{f.memcpy_us:>10.1f}{f.ours_us / f.memcpy_us:>11.2f}",
                     flush=True,
                 )
-    clone_us, put_us = measure_arrival(work, max(options.rounds * 20, 2000))
+    clone_us, put_us = measure_arrival(work, 10 * options.rounds, options.turn)
     print(f"arrival of a row: three clones {clone_us:.1f} us, put {put_us:.1f} us, put/clones {put_us / clone_us:.2f}")
     if options.json:
         report = {

@@ -270,7 +270,8 @@ def _gather_field(d: LaunchDescriptor, f: int, slots: np.ndarray[Any, Any] | Non
     output = d.outputs[f] or empty_table(num_rows, d.formats[f])
     assert output.raw is not None
     if source.pool is None:
-        _stack_rows(source.rows, output.tensor, d.formats[f])
+        positions = None if present is None else present.nonzero()[:, 0].tolist()
+        _stack_rows(source.rows, positions, output.tensor, d.formats[f])
     elif num_rows * output.raw.itemsize <= _SMALL_GATHER_BYTES:
         assert source.pool.raw is not None
         output.raw[:num_rows] = source.pool.raw[slots]
@@ -285,28 +286,29 @@ def _gather_field(d: LaunchDescriptor, f: int, slots: np.ndarray[Any, Any] | Non
     return output.raw[:num_rows]
 
 
-def _stack_rows(rows: Sequence[torch.Tensor | None], output: torch.Tensor, row: RowFormat) -> None:
-    """Write separate rows, at least `row.width` wide and of one dtype, into the first rows of `output`."""
-    there = [r for r in rows if r is not None]
-    if not there:
+def _stack_rows(
+    rows: Sequence[torch.Tensor | None], positions: list[int] | None, output: torch.Tensor, row: RowFormat
+) -> None:
+    """Write separate rows, at least `row.width` wide and of one dtype, into the first rows of `output`.
+
+    positions: of the rows that are there; None: all are.
+    """
+    if positions is not None:
+        if positions:
+            output[positions] = _stacked([rows[i] for i in positions])[:, : row.width].to(row.dtype)  # type: ignore[misc]
         return
-    if len(there) < len(rows):
-        positions = [i for i, r in enumerate(rows) if r is not None]
-        output[positions] = _stacked(there)[:, : row.width].to(row.dtype)
-    elif len(rows) <= _FEW_MOVES and all([_is_dense(r, row.dtype) for r in there]):
+    there: list[torch.Tensor] = rows  # type: ignore[assignment]
+    if len(there) <= _FEW_MOVES and all([_is_dense(r, row.dtype) for r in there]):
         address = output.data_ptr()
         for i, r in enumerate(there):
             ctypes.memmove(address + i * row.item.itemsize, r.data_ptr(), row.item.itemsize)
-    elif there[0].shape[0] != row.width or there[0].dtype is not row.dtype:
-        stacked = _stacked(there)[:, : row.width]
-        if row.dtype in _NUMPY_NUMBERS and stacked.dtype is row.dtype:
-            output.numpy()[: len(rows)] = stacked.numpy()
-        else:
-            output[: len(rows)] = stacked
-    elif len(rows) == len(output):
-        _stacked(there, output)
+    elif there[0].shape[0] == row.width and there[0].dtype is row.dtype:
+        _stacked(there, output if len(there) == len(output) else output[: len(there)])
+    elif row.dtype in _NUMPY_NUMBERS and there[0].dtype is row.dtype:
+        # As below, without the dispatcher.
+        output.numpy()[: len(there)] = _stacked(there)[:, : row.width].numpy()
     else:
-        _stacked(there, output[: len(rows)])
+        output[: len(there)] = _stacked(there)[:, : row.width]
 
 
 # Up to so many rows a memory move each beats torch.stack and its slice.
@@ -319,6 +321,7 @@ def _is_dense(row: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _stacked(rows: list[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+    """torch.stack without autograd."""
     try:
         return torch.stack(rows, out=out).detach()
     except RuntimeError:
