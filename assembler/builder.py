@@ -11,7 +11,6 @@ import torch
 from draftgather.draft_assembler import DraftAssembler
 from draftgather.draft_batch import DraftBatch
 from draftgather.draft_input import CaptureHiddenMode, EagleDraftInput
-from draftgather.errors import MissingRowError, Problem, RelayError, raise_problems
 from draftgather.fields import Field, eagle_fields
 from draftgather.future_map import FutureMap, Relay
 from draftgather.machine import as_device
@@ -109,9 +108,7 @@ def _hidden_field_of_rows(batch: Any) -> Field | None:
     return None
 
 
-def _assemble(
-    fields: tuple[Field, ...], device: torch.device, reqs: Sequence[Any], relay: Relay | None
-) -> DraftBatch:
+def _assemble(fields: tuple[Field, ...], device: torch.device, reqs: Sequence[Any], relay: Relay | None) -> DraftBatch:
     request_ids = [req.rid for req in reqs]
     slots = [getattr(req, "draft_slot", None) for req in reqs]
     if _mailbox is not None and all(slot is not None for slot in slots):
@@ -119,11 +116,11 @@ def _assemble(
         if _mailbox.fields == fields:
             assembler = _assembler(fields, device, len(reqs), _mailbox)
             given = None if None in owners else owners
-            return assembler.assemble_slots(slots, given, request_ids, relay=relay)
+            return assembler.assemble_slots(slots, given, request_ids, relay=relay)  # type: ignore[arg-type]
     wide = tuple(replace(f, leading=f.name != "hidden_states") for f in fields)
     assembler = _assembler(wide, device, len(reqs), None)
     rows = {f.name: [_row(f.name, req) for req in reqs] for f in fields}
-    return assembler.assemble_rows(request_ids, relay=relay, **rows)
+    return assembler.assemble_rows(request_ids, relay=relay, **rows)  # type: ignore[arg-type]
 
 
 def _row(name: str, req: Any) -> object:

@@ -44,7 +44,7 @@ class FieldRows(NamedTuple):
 
 def as_int64(values: object, what: str) -> Int64Array:
     """[n] int64 host array of a list, tuple, NumPy array or CPU tensor of integers."""
-    if isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1:
+    if isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1 and values.flags.carray:
         return values
     if isinstance(values, torch.Tensor):
         if not values.is_cpu:
@@ -57,7 +57,7 @@ def as_int64(values: object, what: str) -> Int64Array:
         raise TypeError(f"{what} have shape {array.shape} and dtype {array.dtype}, expected one integer a row")
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
         raise TypeError(f"{what} hold {array.max()}, expected 64-bit signed integers")
-    return np.ascontiguousarray(array, np.int64)
+    return np.array(array, np.int64)
 
 
 def check_batch_size(num_rows: int, pad_to: int | None, max_batch_size: int) -> int:
@@ -76,6 +76,16 @@ def check_request_ids(request_ids: Sequence[object] | None, num_rows: int) -> No
 
 
 # -- rows in the mailbox
+
+
+def as_owners(owners: object, num_rows: int) -> Int64Array | None:
+    """The expected owners [num_rows], or None."""
+    if owners is None:
+        return None
+    tags = as_int64(owners, "owners")
+    if len(tags) != num_rows:
+        raise ValueError(f"{num_rows} slots but {len(tags)} owners")
+    return tags
 
 
 def are_slots_good(mailbox: DraftMailbox, slots: Int64Array, owners: Int64Array | None) -> bool:
@@ -124,15 +134,15 @@ def _slot_fault(mailbox: DraftMailbox, slot: int, owner: int | None) -> tuple[st
 
 
 def check_row_lists(fields: Sequence[Field], rows: Mapping[str, Sequence[object] | None]) -> int:
-    """The number of rows b, the same in every field's list. An optional field's list may be left out."""
+    """The number of rows b, the same in every field's list. A list that is left out is one of missing rows."""
     counts = {}
     for field in fields:
         given = rows.get(field.name)
         if given is not None:
             counts[field.name] = len(given)
-        elif not field.optional:
-            problem = Problem(0, None, field.name, "has no list of rows", "one row a request", MissingRowError)
-            raise MissingRowError([problem])
+    if not counts:
+        required = [field.name for field in fields if not field.optional]
+        raise MissingRowError([Problem(0, None, n, "has no list of rows", "one", MissingRowError) for n in required])
     unknown = rows.keys() - {field.name for field in fields}
     if unknown:
         raise ValueError(f"unknown fields {sorted(unknown)}; the assembler has {[field.name for field in fields]}")
@@ -170,9 +180,11 @@ def row_problems(
     device: torch.device,
 ) -> list[Problem]:
     """Every row that its field refuses, in the order of the batch."""
+    num_rows = check_row_lists(fields, rows)
     problems = []
     for field in fields:
-        for i, row in enumerate(rows.get(field.name) or ()):
+        given = rows.get(field.name)
+        for i, row in enumerate([None] * num_rows if given is None else given):
             request_id = None if request_ids is None else request_ids[i]
             problem = row_problem(field, row, i, request_id, device)
             if problem is not None:
@@ -198,7 +210,9 @@ def converted_rows(field: Field, given: Sequence[object] | None, num_rows: int) 
     if len(dtypes) <= 1 and len(shapes) <= 1:
         return FieldRows(tensors, next(iter(dtypes), field.dtype), is_copied)
     # Rows of several dtypes or widths: each is brought to the field's own.
-    return FieldRows([None if t is None else t.detach()[: field.width].to(field.dtype) for t in tensors], field.dtype, True)
+    return FieldRows(
+        [None if t is None else t.detach()[: field.width].to(field.dtype) for t in tensors], field.dtype, True
+    )
 
 
 # -- debug mode
@@ -217,7 +231,11 @@ def value_problems(
     problems = []
     for i in range(len(rows[0])):
         request_id = None if request_ids is None else request_ids[i]
-        present = [(field, row[i][: field.width].cpu()) for field, row in zip(fields, rows, strict=True) if row[i] is not None]  # type: ignore[index]
+        present = [
+            (field, row.detach()[: field.width].cpu())
+            for field, row in zip(fields, [of_field[i] for of_field in rows], strict=True)
+            if row is not None
+        ]
         if all(not row.count_nonzero() for _, row in present):
             got, expected = "is zero in every field: never written?", "a row that prefill wrote"
             problems.append(Problem(i, request_id, "row", got, expected, MissingRowError))

@@ -44,11 +44,11 @@ class EventMarker:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(self._stream)
 
     def query(self) -> bool:
-        return bool(self._event.query())
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         self._event.wait(stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ class StagingBuffer:
         self._used = start + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return self._slab[start : start + num_bytes].view(dtype).view(num_rows, width)
 
-    def put(self, values: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+    def put(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
         """Copy a host vector [n] in."""
         vector = torch.from_numpy(values)
         staged = self.take(1, len(values), vector.dtype)[0]

@@ -11,6 +11,7 @@ import torch
 from draftgather.check import (
     are_slots_good,
     as_int64,
+    as_owners,
     check_batch_size,
     check_relay,
     check_request_ids,
@@ -22,11 +23,11 @@ from draftgather.check import (
     value_problems,
 )
 from draftgather.completion import DONE, CompletionMarker
-from draftgather.describe import StagingBuffer, StagingRing, describe
+from draftgather.describe import StagingRing, describe
 from draftgather.draft_batch import DraftBatch
 from draftgather.errors import Problem, RelayError, raise_problems
 from draftgather.fields import Field, check_fields
-from draftgather.future_map import FutureMap, Relay
+from draftgather.future_map import FutureMap, Relay, RelayTables
 from draftgather.kernels.gather_rows import RelayTarget, RowTable
 from draftgather.launch import launch
 from draftgather.locate import Located, locate_rows, locate_slots
@@ -88,7 +89,7 @@ class DraftAssembler:
             self._ring = StagingRing(StagingRing.bytes_for(self.fields, max_batch_size), self._machine.pins)
         # Sources that a launch reads by address, and the allocators cannot see it: kept until its marker.
         self._in_flight: deque[tuple[CompletionMarker, object]] = deque()
-        self._relay_tables: tuple[FutureMap, tuple[object, ...], tuple[object, ...]] | None = None
+        self._last_relay: tuple[FutureMap, RelayTables] | None = None
 
     # -- the two ways in
 
@@ -112,15 +113,12 @@ class DraftAssembler:
         self._machine.refuse_capture()
         mailbox = self._the_mailbox()
         numbers = as_int64(slots, "slots")
-        tags = None if owners is None else as_int64(owners, "owners")
-        if tags is not None and len(tags) != len(numbers):
-            raise ValueError(f"{len(numbers)} slots but {len(tags)} owners")
+        tags = as_owners(owners, len(numbers))
         num_padded = self._check_call(len(numbers), request_ids, relay, pad_to, batch_outputs)
         if not are_slots_good(mailbox, numbers, tags):
             raise_problems(slot_problems(mailbox, numbers, tags, request_ids))
         if self.debug:
-            views = [mailbox.view(field.name) for field in self.fields]
-            rows = [[view[slot] for slot in numbers.tolist()] for view in views]
+            rows = [[mailbox.row(field.name, slot) for slot in numbers.tolist()] for field in self.fields]
             raise_problems(value_problems(self.fields, rows, request_ids, self.vocab_size))
         located = locate_slots(mailbox, numbers, self._machine)
         batch = self._launch(located, relay, num_padded, batch_outputs)
@@ -173,13 +171,9 @@ class DraftAssembler:
         """Every problem for which `assemble_slots` would refuse these slots; empty when it would not."""
         numbers = as_int64(slots, "slots")
         check_request_ids(request_ids, len(numbers))
-        return slot_problems(
-            self._the_mailbox(), numbers, None if owners is None else as_int64(owners, "owners"), request_ids
-        )
+        return slot_problems(self._the_mailbox(), numbers, as_owners(owners, len(numbers)), request_ids)
 
-    def check_rows(
-        self, request_ids: Sequence[object] | None = None, **rows: Sequence[object] | None
-    ) -> list[Problem]:
+    def check_rows(self, request_ids: Sequence[object] | None = None, **rows: Sequence[object] | None) -> list[Problem]:
         """Every problem for which `assemble_rows` would refuse these rows; empty when it would not."""
         check_request_ids(request_ids, check_row_lists(self.fields, rows))
         return row_problems(self.fields, rows, request_ids, self.device)
@@ -198,7 +192,7 @@ class DraftAssembler:
         rows = {field.name: [torch.zeros(field.width, dtype=field.dtype, device=self.device)] for field in self.fields}
         for batch_outputs, given in ((True, None), (True, relay), (False, relay)):
             own.assemble_slots([0], relay=given, batch_outputs=batch_outputs)
-            own.assemble_rows(relay=given, batch_outputs=batch_outputs, **rows)
+            own.assemble_rows(None, relay=given, batch_outputs=batch_outputs, **rows)  # type: ignore[arg-type]
 
     @property
     def num_staging_buffers(self) -> int:
@@ -226,7 +220,7 @@ class DraftAssembler:
         if relay is not None:
             if relay.future_map.device != self.device:
                 raise RelayError(f"the future map is on {relay.future_map.device}, the assembler on {self.device}")
-            self._relayed_fields(relay.future_map)
+            self._relay_tables(relay.future_map)
             check_relay(relay, num_rows, self.device)
         elif not batch_outputs:
             raise ValueError("batch_outputs=False without a relay would write nothing")
@@ -275,22 +269,22 @@ class DraftAssembler:
     def _zeros(self, num_rows: int, field: Field) -> torch.Tensor:
         return torch.zeros((num_rows, field.width), dtype=field.dtype, device=self.device)
 
-    def _relayed_fields(self, future_map: FutureMap) -> tuple[tuple[RowTable | None, ...], tuple[torch.Tensor | None, ...]]:
+    def _relay_tables(self, future_map: FutureMap) -> RelayTables:
         """The map's tables for our fields; checked once for each map."""
-        if self._relay_tables is None or self._relay_tables[0] is not future_map:
-            self._relay_tables = (future_map, *future_map.relayed_fields(self.fields))
-        return self._relay_tables[1:]
+        if self._last_relay is None or self._last_relay[0] is not future_map:
+            self._last_relay = (future_map, future_map.tables_for(self.fields))
+        return self._last_relay[1]
 
     def _relay_target(self, relay: Relay) -> RelayTarget:
-        tables, valid = self._relayed_fields(relay.future_map)
+        tables = self._relay_tables(relay.future_map)
         return RelayTarget(
             future_indices=relay.future_indices,
             seq_lens=relay.seq_lens,
             bonus_tokens=relay.bonus_tokens,
             seq_lens_buf=relay.future_map.seq_lens_table,
             bonus_tokens_buf=relay.future_map.bonus_tokens_table,
-            fields=tables,
-            valid=valid,
+            fields=tables.fields,
+            valid=tables.valid,
         )
 
 

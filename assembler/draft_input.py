@@ -66,13 +66,13 @@ class EagleDraftInput:
 
     def merge_batch(self, spec_info: EagleDraftInput) -> None:
         """Append the rows of `spec_info`. A field that only one side's rows have is a ValueError."""
-        if (self.future_indices is None) != (spec_info.future_indices is None):
-            raise ValueError("one draft input is under overlap (it has future_indices), the other is not")
         if spec_info.num_rows == 0:
             return
         if self.num_rows == 0:
             self._become(spec_info)
             return
+        if (self.future_indices is None) != (spec_info.future_indices is None):
+            raise ValueError("one draft input is under overlap (it has future_indices), the other is not")
         present = {
             name: self.present.get(name, True) and spec_info.present.get(name, True)
             for name in (*self.present, *spec_info.present)
@@ -96,7 +96,13 @@ class EagleDraftInput:
     @property
     def num_rows(self) -> int:
         """The number of requests."""
-        for rows in (self.future_indices, self.topk_index, self.bonus_tokens, self.hidden_states, *self.extras.values()):
+        for rows in (
+            self.future_indices,
+            self.topk_index,
+            self.bonus_tokens,
+            self.hidden_states,
+            *self.extras.values(),
+        ):
             if rows is not None:
                 return len(rows)
         return 0
@@ -129,9 +135,7 @@ class EagleDraftInput:
         self.extras, self.valid = {}, {}
 
 
-def _cat(
-    name: str, first: torch.Tensor | None, second: torch.Tensor | None, is_present: bool
-) -> torch.Tensor | None:
+def _cat(name: str, first: torch.Tensor | None, second: torch.Tensor | None, is_present: bool) -> torch.Tensor | None:
     if not is_present or (first is None and second is None):
         return None
     if first is None or second is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,13 @@ from draftgather.memory import HostBlockCache, allocate_table
 _POISON = -1
 _INTEGER = RowFormat.of(1, torch.int64)
 _FLAG = RowFormat.of(1, torch.bool)
+
+
+class RelayTables(NamedTuple):
+    """Where the rows of each of an assembler's fields are relayed to."""
+
+    fields: tuple[RowTable | None, ...]
+    valid: tuple[torch.Tensor | None, ...]
 
 
 class FutureMap:
@@ -76,7 +83,7 @@ class FutureMap:
 
     # -- what the assembler's fused launch writes
 
-    def relayed_fields(self, fields: Sequence[Field]) -> tuple[tuple[RowTable | None, ...], tuple[torch.Tensor | None, ...]]:
+    def tables_for(self, fields: Sequence[Field]) -> RelayTables:
         """A table and a validity vector for each of `fields`, None where this map does not relay it.
 
         Raises RelayError where this map relays a field that `fields` lacks, or in another width or dtype.
@@ -93,13 +100,13 @@ class FutureMap:
             if field.optional and not own.optional:
                 raise RelayError(f"{own.name} is optional for the rows, but not for the future map")
         tables = {own.name: table for own, table in zip(self.fields, self._tables, strict=True)}
-        return tuple(tables.get(f.name) for f in fields), tuple(self.valid.get(f.name) for f in fields)
+        return RelayTables(tuple(tables.get(f.name) for f in fields), tuple(self.valid.get(f.name) for f in fields))
 
     def raise_fence(self) -> None:
         """Record that sequence lengths are published: the scheduler waits for this, and only this."""
         if self.device.type == "cuda":
             if self.publish_ready is None:
-                self.publish_ready = torch.cuda.Event()
+                self.publish_ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.publish_ready.record(torch.cuda.current_stream(self.device))
 
     # -- the two-call mode
@@ -242,7 +249,9 @@ class FutureMap:
         got = (tuple(tensor.shape), tensor.dtype, tensor.device)
         expected = ((num_rows, field.width), field.dtype, self.device)
         if got != expected:
-            raise RelayError(f"{field.name} is {got[0]} {got[1]} on {got[2]}, expected {expected[0]} {expected[1]} on {expected[2]}")
+            raise RelayError(
+                f"{field.name} is {got[0]} {got[1]} on {got[2]}, expected {expected[0]} {expected[1]} on {expected[2]}"
+            )
 
     def _consume(self, indices: torch.Tensor, seq_lens: torch.Tensor, bonus_tokens: torch.Tensor) -> None:
         """Debug: every row read was written since it was last read; poison it for the next."""
@@ -250,7 +259,9 @@ class FutureMap:
         if self.device.type == "cpu":
             stale = indices[~is_fresh].tolist()
             if stale:
-                raise RelayError(f"future indices {stale} were resolved without a publish and stash since the last time")
+                raise RelayError(
+                    f"future indices {stale} were resolved without a publish and stash since the last time"
+                )
         else:
             torch._assert_async(is_fresh.all())
         self.new_seq_lens_buf[indices.long()] = _POISON

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 import threading
 from array import array
@@ -80,7 +81,7 @@ class DraftMailbox:
         words = self._slab.view(torch.int64).view(num_slots, record_items)
         self._tags: np.ndarray[Any, np.dtype[np.int64]] = words[:, tag_item : tag_item + TAG_WORDS].numpy()
 
-        self._bytes = memoryview(self._slab.numpy())
+        self._bytes = memoryview(self._slab.numpy())  # type: ignore[arg-type]
 
         # Host copies of the tags, contiguous: the hot path never reads inside the records. Each is one
         # memory seen twice: by NumPy for whole batches, by Python for one slot (three times faster).
@@ -108,6 +109,10 @@ class DraftMailbox:
         """[num_slots, width] of one field, strided over the records: for reading."""
         return self._views[name]
 
+    def row(self, name: str, slot: int) -> torch.Tensor | None:
+        """[width] of one field of a written slot, in place; None where it came without that optional field."""
+        return self._views[name][slot] if self._has_field(name, slot) else None
+
     def generation(self, slot: int) -> int:
         """The number of the slot's tenancy (the coming one, of a free slot): a writer puts it into the tag."""
         return self._generations[self._slot(slot)]
@@ -117,18 +122,17 @@ class DraftMailbox:
     def acquire(self) -> int:
         """Hold a free slot; MailboxFullError at once where there is none."""
         with self._lock:
-            if not self._free:
+            slot = self._take_free()
+            if slot is None:
                 self._drain()
-            while self._free:
-                slot = self._free.popleft()
-                self._is_queued[slot] = False
-                # Slots that a caller took by number are still queued, and skipped here.
-                if self._state_of[slot] == FREE:
-                    self._state_of[slot] = HELD
-                    return slot
-        raise MailboxFullError(
-            f"all {self.num_slots} slots are in use ({len(self._draining)} released, but still read by a launch)"
-        )
+                slot = self._take_free()
+            if slot is None:
+                raise MailboxFullError(
+                    f"all {self.num_slots} slots are in use "
+                    f"({len(self._draining)} released, but still read by a launch)"
+                )
+            self._state_of[slot] = HELD
+            return slot
 
     def put(self, slot: int, owner: int, **rows: object) -> None:
         """Write the row of one request that is in this process.
@@ -177,15 +181,15 @@ class DraftMailbox:
         """
         if len(slots) != len(owners):
             raise ValueError(f"{len(slots)} slots but {len(owners)} owners")
-        wanted = [(self._slot(slot), _owner(owner)) for slot, owner in zip(slots, owners, strict=True)]
+        wanted = list(zip(map(operator.index, slots), map(_owner, owners), strict=True))
         with self._lock:
-            problems = []
+            self._drain()
+            problems, seen = [], set()
             for position, (slot, owner) in enumerate(wanted):
-                fault = self._tag_fault(slot, owner)
+                fault = ("is given twice", "distinct slots") if slot in seen else self._tag_fault(slot, owner)
+                seen.add(slot)
                 if fault is not None:
                     problems.append(Problem(position, None, f"slot {slot}", *fault, SlotError))
-            if len({slot for slot, _ in wanted}) < len(wanted):
-                raise ValueError(f"slots repeat: {[slot for slot, _ in wanted]}")
             raise_problems(problems)
             for slot, owner in wanted:
                 bits = int(self._tags[slot, 2]) & 0xFF
@@ -202,7 +206,9 @@ class DraftMailbox:
         wanted = [self._slot(slot) for slot in numbers]
         with self._lock:
             problems = [
-                Problem(position, None, f"slot {slot}", f"is {_STATE_WORDS[self._state_of[slot]]}", "a held slot", SlotError)
+                Problem(
+                    position, None, f"slot {slot}", f"is {_STATE_WORDS[self._state_of[slot]]}", "a held slot", SlotError
+                )
                 for position, slot in enumerate(wanted)
                 if self._state_of[slot] in (FREE, DRAINING) or slot in wanted[:position]
             ]
@@ -238,6 +244,10 @@ class DraftMailbox:
         records = self._slab.view(self.num_slots, self.layout.record_bytes)
         return records[:, offset : offset + field.row_bytes].view(field.dtype)
 
+    def _has_field(self, name: str, slot: int) -> bool:
+        optional = [self.fields[f].name for f in self.layout.optional_fields]
+        return name not in optional or bool(self.presence[optional.index(name), slot])
+
     def _slot(self, slot: int) -> int:
         if type(slot) is int and 0 <= slot < self.num_slots:
             return slot
@@ -262,7 +272,10 @@ class DraftMailbox:
             if state == DRAINING:
                 fault = (f"is {_STATE_WORDS[DRAINING]}", "a slot that nobody reads")
             elif state == WRITTEN and self._owner_of[slot] != owner:
-                fault = (f"holds the row of owner {self._owner_of[slot]}", f"a slot of owner {owner}, or a released one")
+                fault = (
+                    f"holds the row of owner {self._owner_of[slot]}",
+                    f"a slot of owner {owner}, or a released one",
+                )
             elif self._readers and slot in self._readers and not self._readers[slot].query():
                 fault = ("is read by a launch that is not done", "a slot that nobody reads")
             if fault is not None:
@@ -278,6 +291,8 @@ class DraftMailbox:
 
     def _tag_fault(self, slot: int, owner: int) -> tuple[str, str] | None:
         """(got, expected) where the record's tag is not that of `owner`'s finished write; None where it is."""
+        if not 0 <= slot < self.num_slots:
+            return "is out of range", f"0 to {self.num_slots - 1}"
         got_owner, generation, word = (int(value) for value in self._tags[slot])
         state = self._state_of[slot]
         if state == DRAINING:
@@ -294,6 +309,15 @@ class DraftMailbox:
             return f"is owned by {got_owner}", f"owner {owner}"
         if state == WRITTEN and self._owner_of[slot] != owner:
             return f"holds the row of owner {self._owner_of[slot]}", f"a slot of owner {owner}"
+        return None
+
+    def _take_free(self) -> int | None:
+        while self._free:
+            slot = self._free.popleft()
+            self._is_queued[slot] = False
+            # Slots that a caller took by number are still queued, and skipped here.
+            if self._state_of[slot] == FREE:
+                return slot
         return None
 
     def _drain(self) -> None:

@@ -7,6 +7,7 @@ import logging
 import mmap
 import weakref
 from collections import deque
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -51,10 +52,8 @@ def allocate_slab(num_bytes: int, pin: bool) -> torch.Tensor:
         # A whole huge page of slack, so that the slab can start on a huge page's boundary.
         mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= _HUGE_PAGE:
-            try:
+            with suppress(OSError):  # a kernel without huge pages
                 mapping.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # a kernel without huge pages
-                pass
         whole = torch.frombuffer(mapping, dtype=torch.uint8)
         start = -whole.data_ptr() % _HUGE_PAGE
         return whole[start : start + num_bytes]

@@ -35,9 +35,7 @@ def is_convertible(source: torch.dtype, field: Field) -> bool:
     return source is field.dtype or field.allow_cast or field.dtype in _EXACT_CASTS.get(source, ())
 
 
-def row_problem(
-    field: Field, row: object, position: int, request_id: object, device: torch.device
-) -> Problem | None:
+def row_problem(field: Field, row: object, position: int, request_id: object, device: torch.device) -> Problem | None:
     """What is wrong with a request's row for `field`, or None.
 
     `row` is a tensor or NumPy array [width], a list or tuple of `width` numbers, or None.
@@ -78,7 +76,7 @@ def to_row(field: Field, row: object) -> torch.Tensor | None:
     if row is None:
         return None
     if isinstance(row, torch.Tensor):
-        return row.as_subclass(torch.Tensor)  # type: ignore[no-any-return, no-untyped-call]
+        return row.as_subclass(torch.Tensor)
     if isinstance(row, np.ndarray):
         # Read only; a copy where NumPy's strides are not torch's (negative, or not a multiple of the item).
         return torch.from_numpy(np.ascontiguousarray(row))

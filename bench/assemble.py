@@ -67,7 +67,7 @@ class Workload:
         # Steady state: every page of both relays has been written before.
         for buffer in (*self.future_map.buffers.values(), *vars(self.stack_relay).values()):
             buffer.fill_(1)
-        self.order = torch.randperm(pool, generator=generator).tolist()
+        self.order: list[int] = torch.randperm(pool, generator=generator).tolist()
         self.relay_order = (torch.randperm(pool, generator=generator) + 1).tolist()
         self.row_bytes = sum(field.row_bytes for field in self.fields)
 
@@ -222,17 +222,19 @@ def measure_arrival(work: Workload, rounds: int, calls_a_turn: int) -> tuple[flo
         "hidden_states": torch.stack([row.hidden_states for row in work.rows]),
     }
     narrow = [_narrow(row, work.topk) for row in work.rows]
-    position, kept = 0, [()] * len(work.rows)
+    position = 0
+    kept: list[tuple[torch.Tensor, ...]] = [()] * len(work.rows)
 
     def advance() -> int:
         nonlocal position
         position = (position + 1) % len(narrow)
-        return work.order[position]
+        slot: int = work.order[position]
+        return slot
 
     def clones() -> None:
         i = advance()
         # Kept until the slot comes again, as a waiting request keeps its rows.
-        kept[i] = (pool["topk_p"][i].clone(), pool["topk_index"][i].clone(), pool["hidden_states"][i].clone())  # type: ignore[call-overload]
+        kept[i] = (pool["topk_p"][i].clone(), pool["topk_index"][i].clone(), pool["hidden_states"][i].clone())
 
     def put() -> None:
         i = advance()

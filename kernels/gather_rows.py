@@ -27,9 +27,13 @@ _SMALL_GATHER_BYTES = 96 * 1024
 _WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-_NUMPY_INTEGERS = {1: np.dtype("u1"), 2: np.dtype("i2"), 4: np.dtype("i4"), 8: np.dtype("i8")}
-_NUMPY_NUMBERS = {torch.float32: np.dtype("f4"), torch.int32: np.dtype("i4"), torch.int64: np.dtype("i8")}
-_UNSIGNED = {4: np.dtype("u4"), 8: np.dtype("u8")}
+_NUMPY_INTEGERS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("i2"), 4: np.dtype("i4"), 8: np.dtype("i8")}
+_NUMPY_NUMBERS: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype("f4"),
+    torch.int32: np.dtype("i4"),
+    torch.int64: np.dtype("i8"),
+}
+_UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype("u4"), 8: np.dtype("u8")}
 _INT64 = np.dtype("i8")
 
 
@@ -74,7 +78,7 @@ class RowTable(NamedTuple):
 
 
 def empty_table(num_rows: int, row: RowFormat, memory: Any = None) -> RowTable:
-    """An uninitialised table [num_rows, row.width] on the CPU, in `memory` (a large enough buffer) where one is given."""
+    """An uninitialised table [num_rows, row.width] on the CPU, in `memory` (a buffer as large) where one is given."""
     raw = np.empty(num_rows, row.item) if memory is None else np.frombuffer(memory, row.item, num_rows)
     tensor = torch.from_numpy(np.ndarray((num_rows, row.width), row.number, raw))
     return RowTable(tensor if tensor.dtype is row.dtype else tensor.view(row.dtype), raw)
@@ -115,8 +119,9 @@ class LaunchDescriptor(NamedTuple):
     relay: RelayTarget | None = None
 
 
-@triton.jit
-def _gather_rows_kernel(
+# The batch size is never specialised: one variant a field list and route, whatever the number of rows.
+@triton.jit(do_not_specialize=["num_rows", "num_relay_slots"])  # type: ignore[untyped-decorator]
+def _gather_rows_kernel(  # type: ignore[no-untyped-def]
     slots_ptr,  # [num_rows] int, None in pointers mode
     source_ptrs,  # a field: pool [num_slots, SLOT_STRIDE], or table of addresses [num_rows] int64
     present_ptrs,  # a field: [num_rows] uint8, or None
@@ -196,60 +201,79 @@ _TRITON_DTYPES = {
 }  # fmt: skip
 
 
+class _FieldArguments(NamedTuple):
+    """The kernel's arguments for one field."""
+
+    source_ptr: torch.Tensor  # the pool, or the addresses of the rows
+    output_ptr: torch.Tensor | None
+    relay_ptr: torch.Tensor | None
+    valid_ptr: torch.Tensor | None
+    source_dtype: tl.dtype
+    slot_stride: int
+    width: int
+    block: int
+
+
 def gather_rows(descriptor: LaunchDescriptor) -> None:
     """Launch the kernel once on the current stream of the current device."""
-    d = descriptor
+    d, relay = descriptor, descriptor.relay
     if d.num_padded == 0:
         return
-    pointers = d.slots is None
-    source_ptrs, source_dtypes, slot_strides, blocks = [], [], [], []
-    output_ptrs, relay_ptrs, valid_ptrs = [], [], []
-    for f, source in enumerate(d.sources):
-        own = d.formats[f]
-        source_dtype = own.dtype if source.pool is not None else source.dtype
-        assert source_dtype is not None
-        # Rows that keep their dtype travel as integers, so that no bit of them is interpreted.
-        move_as = _MOVE_AS.get(source_dtype.itemsize) if source_dtype is own.dtype else None
-        view = (lambda t, m=move_as: t if m is None else t.view(m))
-        if pointers:
-            source_ptrs.append(source.addresses)
-            slot_strides.append(0)
-        else:
-            assert source.pool is not None
-            source_ptrs.append(view(source.pool.tensor))
-            slot_strides.append(source.pool.tensor.stride(0))
-        source_dtypes.append(_TRITON_DTYPES[move_as or source_dtype])
-        blocks.append(min(TILE_BYTES // source_dtype.itemsize, triton.next_power_of_2(own.width)))
-        output = d.outputs[f]
-        output_ptrs.append(None if output is None else view(output.tensor))
-        relayed = None if d.relay is None else d.relay.fields[f]
-        valid = None if d.relay is None else d.relay.valid[f]
-        relay_ptrs.append(None if relayed is None else view(relayed.tensor))
-        valid_ptrs.append(None if valid is None else valid.view(torch.uint8))
-    widths = tuple(own.width for own in d.formats)
-    num_tiles = max(-(-width // block) for width, block in zip(widths, blocks, strict=True))
-    relay = d.relay
-    num_programs = d.num_padded if any(o is not None for o in d.outputs) else d.num_rows
-    _gather_rows_kernel[(num_programs, num_tiles)](
-        d.slots,
-        tuple(source_ptrs),
+    fields = [_field_arguments(d, f) for f in range(len(d.sources))]
+    has_outputs = any(field.output_ptr is not None for field in fields)
+    num_tiles = max(-(-field.width // field.block) for field in fields)
+    _gather_rows_kernel[(d.num_padded if has_outputs else d.num_rows, num_tiles)](
+        _dense(d.slots),
+        tuple(field.source_ptr for field in fields),
         d.present,
-        tuple(output_ptrs),
-        tuple(relay_ptrs),
-        tuple(valid_ptrs),
-        None if relay is None else relay.future_indices,
-        None if relay is None else relay.seq_lens,
-        None if relay is None else relay.bonus_tokens,
+        tuple(field.output_ptr for field in fields),
+        tuple(field.relay_ptr for field in fields),
+        tuple(field.valid_ptr for field in fields),
+        None if relay is None else _dense(relay.future_indices),
+        None if relay is None else _dense(relay.seq_lens),
+        None if relay is None else _dense(relay.bonus_tokens),
         None if relay is None else relay.seq_lens_buf.tensor,
         None if relay is None else relay.bonus_tokens_buf.tensor,
         d.num_rows,
-        0 if relay is None else relay.seq_lens_buf.tensor.shape[0],
-        SOURCE_DTYPES=tuple(source_dtypes),
-        SLOT_STRIDES=tuple(slot_strides),
-        WIDTHS=widths,
-        BLOCKS=tuple(blocks),
+        0 if relay is None else len(relay.bonus_tokens_buf.tensor),
+        SOURCE_DTYPES=tuple(field.source_dtype for field in fields),
+        SLOT_STRIDES=tuple(field.slot_stride for field in fields),
+        WIDTHS=tuple(field.width for field in fields),
+        BLOCKS=tuple(field.block for field in fields),
         ALIGNED=all(source.is_aligned for source in d.sources),
     )
+
+
+def _field_arguments(d: LaunchDescriptor, f: int) -> _FieldArguments:
+    source, row, output = d.sources[f], d.formats[f], d.outputs[f]
+    relay_table = None if d.relay is None else d.relay.fields[f]
+    valid = None if d.relay is None else d.relay.valid[f]
+    source_dtype = source.dtype if source.pool is None else row.dtype
+    assert source_dtype is not None
+    # Rows that keep their dtype travel as integers, so that no bit of them is interpreted.
+    own_dtype = row.dtype
+    if source_dtype is own_dtype:
+        source_dtype = own_dtype = _MOVE_AS[own_dtype.itemsize]
+    if source.pool is None:
+        assert source.addresses is not None
+        source_ptr, slot_stride = source.addresses, 0
+    else:
+        source_ptr, slot_stride = source.pool.tensor.view(source_dtype), source.pool.tensor.stride(0)
+    return _FieldArguments(
+        source_ptr=source_ptr,
+        output_ptr=None if output is None else output.tensor.view(own_dtype),
+        relay_ptr=None if relay_table is None else relay_table.tensor.view(own_dtype),
+        valid_ptr=None if valid is None else valid.view(torch.uint8),
+        source_dtype=_TRITON_DTYPES[source_dtype],
+        slot_stride=slot_stride,
+        width=row.width,
+        block=min(TILE_BYTES // source_dtype.itemsize, 1 << (row.width - 1).bit_length()),
+    )
+
+
+def _dense(vector: torch.Tensor | None) -> torch.Tensor | None:
+    """The kernel reads vectors by address: a strided one is copied."""
+    return None if vector is None else vector.contiguous()
 
 
 def gather_rows_torch(descriptor: LaunchDescriptor) -> None:
@@ -362,7 +386,7 @@ def are_in_range(indices: np.ndarray[Any, Any], end: int) -> bool:
     """Whether all of at least one integer, int64 or int32, lie in 0..end-1."""
     if len(indices) <= _FEW:
         values = indices.tolist()
-        return min(values) >= 0 and max(values) < end
+        return bool(min(values) >= 0 and max(values) < end)
     # As unsigned numbers, negative ones are too large: one pass instead of two.
     return bool(indices.view(_UNSIGNED[indices.itemsize]).max() < end)
 

@@ -47,6 +47,6 @@ def machine(request: pytest.FixtureRequest) -> Machine:
     return MACHINES[request.param]
 
 
-@pytest.fixture()
+@pytest.fixture
 def fields() -> tuple[dg.Field, ...]:
     return dg.eagle_fields(topk=4, hidden_size=24, hidden_dtype=torch.bfloat16)

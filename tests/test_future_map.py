@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+
+import draftgather as dg
 from helpers import (
     FIELD_LISTS,
     assert_bytes,
@@ -18,8 +20,6 @@ from helpers import (
     relay_to,
     stacked,
 )
-
-import draftgather as dg
 
 SEEDED = (dg.Field("hidden_states", 5, torch.float16), dg.Field("seed", 3, torch.int32, optional=True))
 

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import draftgather as dg
+from draftgather.machine import Machine
 from helpers import (
     FIELD_LISTS,
     REAL_DTYPES,
@@ -28,11 +33,6 @@ from helpers import (
     stacked,
     written_mailbox,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-import draftgather as dg
-from draftgather.machine import Machine
 
 PLAIN_ROUTES = {"pointers", "staged"}
 
@@ -55,7 +55,11 @@ def test_literal_rows(machine):
         hidden_states=[torch.tensor([1.0, 2, 3], dtype=torch.float16), torch.tensor([4.0, 5, -0.0]).half()],
         pad_to=3,
     )
-    assert batch.tensors["topk_p"].view(torch.int32).tolist() == [[0x3F000000, 0x40000000], [-(2**31), 0x3F800000], [0, 0]]
+    assert batch.tensors["topk_p"].view(torch.int32).tolist() == [
+        [0x3F000000, 0x40000000],
+        [-(2**31), 0x3F800000],
+        [0, 0],
+    ]
     assert batch.tensors["topk_index"].tolist() == [[-1, 2**53 + 1], [3, 4], [0, 0]]
     expected = [[0x3C00, 0x4000, 0x4200], [0x4400, 0x4500, -0x8000], [0, 0, 0]]
     assert batch.tensors["hidden_states"].view(torch.int16).tolist() == expected
@@ -111,7 +115,12 @@ def test_bits_survive(machine, dtype):
     future_map = dg.FutureMap([field], 4, machine=machine)
     by_rows = assembler.assemble_rows(a=[bits.view(dtype)], relay=relay_to(future_map, [1]))
     by_slots = assembler.assemble_slots([1], relay=relay_to(future_map, [2]))
-    for got in (by_rows.tensors["a"], by_slots.tensors["a"], future_map.buffers["a"][1:2], future_map.buffers["a"][2:3]):
+    for got in (
+        by_rows.tensors["a"],
+        by_slots.tensors["a"],
+        future_map.buffers["a"][1:2],
+        future_map.buffers["a"][2:3],
+    ):
         assert got.view(bits.dtype).tolist() == [SPECIAL_BITS[dtype]]
 
 
@@ -376,7 +385,9 @@ def test_relay_only(machine, fields):
     """Guards batch_outputs=False: the relay is written, the fixed outputs are not touched."""
     rig = Poisoned(fields, machine)
     rows = random_rows(fields, 3)
-    batch = rig.assembler.assemble_rows(relay=relay_to(rig.future_map, [4, 9, 2]), batch_outputs=False, pad_to=6, **rows)
+    batch = rig.assembler.assemble_rows(
+        relay=relay_to(rig.future_map, [4, 9, 2]), batch_outputs=False, pad_to=6, **rows
+    )
     assert not batch.tensors
     assert (batch.num_rows, dict(batch.present)) == (3, dict.fromkeys(rows, True))
     assert_poisoned(*rig.outputs.values())

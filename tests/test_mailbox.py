@@ -10,6 +10,8 @@ import threading
 import numpy as np
 import pytest
 import torch
+
+import draftgather as dg
 from helpers import (
     FIELD_LISTS,
     FakeMarker,
@@ -23,17 +25,15 @@ from helpers import (
     zero_rows,
 )
 
-import draftgather as dg
-
 OPTIONAL = (*dg.eagle_fields(topk=2, hidden_size=6), dg.Field("seed", 3, torch.int32, optional=True))
 
 
-@pytest.fixture()
+@pytest.fixture
 def mailbox(fields) -> dg.DraftMailbox:
     return dg.DraftMailbox(fields, num_slots=4, pin_memory=False)
 
 
-@pytest.fixture()
+@pytest.fixture
 def row(fields) -> dict[str, torch.Tensor]:
     return row_of(random_rows(fields, 1), 0)
 
@@ -166,7 +166,14 @@ def test_put_of_anything_that_is_a_row(machine):
     cast = ones.to(torch.bfloat16)
     ids = torch.tensor([-1, 2**60])
     given = [ones, strided, column, backward, cast, [1.0, -0.0, 2.5]]
-    ids_given = [ids, ids.expand(2), ids.flip(0).flip(0), ids.numpy(), torch.tensor([-1, 7], dtype=torch.int32), (-1, 7)]
+    ids_given = [
+        ids,
+        ids.expand(2),
+        ids.flip(0).flip(0),
+        ids.numpy(),
+        torch.tensor([-1, 7], dtype=torch.int32),
+        (-1, 7),
+    ]
     for slot, (a, b) in enumerate(zip(given, ids_given, strict=True)):
         mailbox.put(slot, slot, a=a, b=b)
     batch = dg.DraftAssembler(fields, mailbox=mailbox, machine=machine).assemble_slots(range(6), range(6))
@@ -178,7 +185,12 @@ BAD_ROWS = {
     "missing": (None, dg.MissingRowError, "is missing", "a row of 24 torch.bfloat16"),
     "wider": (torch.zeros(25, dtype=torch.bfloat16), dg.RowShapeError, r"has shape \(25,\)", r"\(24,\)"),
     "narrower": (torch.zeros(23, dtype=torch.bfloat16), dg.RowShapeError, r"has shape \(23,\)", r"\(24,\)"),
-    "auxiliary": (torch.zeros(72, dtype=torch.bfloat16), dg.RowShapeError, r"has shape \(72,\)", "three times the width"),
+    "auxiliary": (
+        torch.zeros(72, dtype=torch.bfloat16),
+        dg.RowShapeError,
+        r"has shape \(72,\)",
+        "three times the width",
+    ),
     "rank 2": (torch.zeros(1, 24, dtype=torch.bfloat16), dg.RowShapeError, r"has shape \(1, 24\)", r"\(24,\)"),
     "dtype": (torch.zeros(24), dg.RowDtypeError, "has dtype torch.float32", "torch.bfloat16"),
     "device": (torch.zeros(24, dtype=torch.bfloat16, device="meta"), dg.RowDeviceError, "is on meta", "cpu"),
@@ -288,7 +300,11 @@ BAD_TAGS = {
     "not written": (dict(owner=0, generation=0, layout_word=0), "is not written", "a record of owner 5"),
     "wrong owner": (dict(owner=6), "is owned by 6", "owner 5"),
     "torn": (dict(owner=5, layout_word=0), "is torn: its tag has no layout word", "a record of owner 5"),
-    "torn early": (dict(owner=5, generation=0, layout_word=0), "is torn: its tag has no layout word", "a record of owner 5"),
+    "torn early": (
+        dict(owner=5, generation=0, layout_word=0),
+        "is torn: its tag has no layout word",
+        "a record of owner 5",
+    ),
     "foreign": (dict(owner=5, layout_word=0x1234500), "has the foreign layout 0x12345", "layout 0x"),
     "former": (dict(owner=5, generation=1), "is of generation 1", "generation 2"),
 }

@@ -14,6 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import draftgather as dg
+import draftgather.draft_assembler as draft_assembler
+from draftgather.machine import Machine
 from helpers import (
     FIELD_LISTS,
     FakeMarker,
@@ -35,13 +42,6 @@ from helpers import (
     written_mailbox,
     zero_rows,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import draftgather as dg
-import draftgather.draft_assembler as draft_assembler
-from draftgather.machine import Machine
 
 SEEDED = FIELD_LISTS["eagle+seed"]
 
@@ -89,9 +89,12 @@ def test_o01_copies_do_not_grow_with_the_batch(machine, fields, way):
         assemble()
         with CountedOps() as ops:
             batch = assemble()
-        assert batch.route == {"rows": {True: "pointers", False: "staged"}, "slots": {True: "slots", False: "staged"}}[
-            way
-        ][machine.can_read(torch.zeros(1))]
+        assert (
+            batch.route
+            == {"rows": {True: "pointers", False: "staged"}, "slots": {True: "slots", False: "staged"}}[way][
+                machine.can_read(torch.zeros(1))
+            ]
+        )
         copies = ("copy", "clone", "stack", "cat", "index", "_to_copy", "slice_scatter", "fill", "zero")
         counts.append({name: count for name, count in ops.counts.items() if any(word in name for word in copies)})
         assert sum(ops.counts.values()) < 200
@@ -447,7 +450,7 @@ class FakeCuda:
         return [step for step, _ in self.log]
 
 
-@pytest.fixture()
+@pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return FakeCuda(monkeypatch)
 

@@ -7,6 +7,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
+
+import draftgather as dg
 from helpers import (
     FIELD_LISTS,
     FakeMarker,
@@ -17,8 +19,6 @@ from helpers import (
     written_mailbox,
     zero_rows,
 )
-
-import draftgather as dg
 
 EXACT = {
     torch.uint8: {torch.int16, torch.int32, torch.int64},
@@ -269,7 +269,10 @@ def test_lists_that_do_not_fit(machine, fields, change):
     """Guards a misspelt field, and lists of different lengths: rows would be another request's."""
     rig = Poisoned(fields, machine)
     rows = {**random_rows(fields, 2), **change}
-    for call in (lambda: rig.assembler.assemble_rows(relay=rig.relay(2), **rows), lambda: rig.assembler.check_rows(**rows)):
+    for call in (
+        lambda: rig.assembler.assemble_rows(relay=rig.relay(2), **rows),
+        lambda: rig.assembler.check_rows(**rows),
+    ):
         with pytest.raises(ValueError, match="unknown fields|different numbers of rows"):
             call()
     rig.assert_untouched()

@@ -1,0 +1,33 @@
+# `make demo` and `make test` do their own set-up in .venv, on a machine with or without a GPU.
+PYTHON ?= python3
+VENV := .venv
+# On a machine without a GPU the CPU build of torch is enough: TORCH=torch==2.13.0 names one version of it.
+TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.8" || echo "torch==2.13.0")
+PYTEST := $(VENV)/bin/python -m pytest
+
+.PHONY: demo test bench lint clean
+
+demo: $(VENV)/installed
+	$(VENV)/bin/draftgather demo
+
+test: $(VENV)/installed
+	$(PYTEST) tests
+
+bench: $(VENV)/installed
+	$(VENV)/bin/python -m draftgather.bench.assemble
+
+lint: $(VENV)/installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy --strict -p draftgather
+
+# An editable install links single files: a new file needs a new install.
+$(VENV)/installed: setup.py pyproject.toml $(wildcard assembler/*.py kernels/*.py bench/*.py)
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet "$(TORCH)"
+	$(VENV)/bin/python -m pip install --quiet --editable ".[test,lint]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
