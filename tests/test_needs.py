@@ -75,9 +75,12 @@ def build(reqs, future_map, overlap=True, indices=None, **arguments) -> dg.Eagle
 
 @pytest.mark.parametrize("way", ["rows", "slots"])
 def test_o01_copies_do_not_grow_with_the_batch(machine, fields, way):
-    """O1, separate pageable clones: the same number of copies, stacks and gathers for 1, 8 and 64 rows."""
+    """O1, separate pageable clones: no more copies, stacks and gathers for 64 rows than for 32.
+
+    A few rows are moved without torch; then there are less.
+    """
     counts = []
-    for num_rows in (1, 8, 64):
+    for num_rows in (1, 8, 32, 64):
         rows = random_rows(fields, num_rows)
         assembler = dg.DraftAssembler(fields, mailbox=written_mailbox(fields, rows, num_rows), machine=machine)
         future_map = dg.FutureMap(fields, 128, machine=machine)
@@ -98,7 +101,8 @@ def test_o01_copies_do_not_grow_with_the_batch(machine, fields, way):
         copies = ("copy", "clone", "stack", "cat", "index", "_to_copy", "slice_scatter", "fill", "zero")
         counts.append({name: count for name, count in ops.counts.items() if any(word in name for word in copies)})
         assert sum(ops.counts.values()) < 200
-    assert counts[0] == counts[1] == counts[2]
+    assert counts[2] == counts[3]
+    assert all(few.get(name, 0) <= count for few in counts for name, count in counts[3].items())
 
 
 def test_o02_algorithm_without_a_draft_input_is_an_error():
