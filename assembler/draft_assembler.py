@@ -285,6 +285,7 @@ class DraftAssembler:
             bonus_tokens_buf=relay.future_map.bonus_tokens_table,
             fields=tables.fields,
             valid=tables.valid,
+            is_in_range=relay.future_indices.is_cpu,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import operator
 import struct
 import threading
 from array import array
@@ -81,6 +80,7 @@ class DraftMailbox:
         words = self._slab.view(torch.int64).view(num_slots, record_items)
         self._tags: np.ndarray[Any, np.dtype[np.int64]] = words[:, tag_item : tag_item + TAG_WORDS].numpy()
 
+        self._full_word = self.layout.layout_word([True] * len(self.layout.optional_fields))
         self._bytes = memoryview(self._slab.numpy())  # type: ignore[arg-type]
 
         # Host copies of the tags, contiguous: the hot path never reads inside the records. Each is one
@@ -143,7 +143,9 @@ class DraftMailbox:
         Raises SlotError, MissingRowError, RowShapeError, RowDtypeError or RowDeviceError before
         anything is written; ValueError for an unknown field or an owner of more than 64 bits.
         """
-        slot, owner = self._slot(slot), _owner(owner)
+        if type(slot) is not int or not 0 <= slot < self.num_slots:
+            slot = self._slot(slot)
+        owner = _owner(owner)
         record = self._address + slot * self.layout.record_bytes
         moves, present = [], []
         for field, shape, dtype, num_bytes, offset in self._places:
@@ -154,7 +156,7 @@ class DraftMailbox:
                 and row.shape == shape
                 and row.is_cpu
                 and row.is_contiguous()
-                and not row.is_neg()
+                and (num_bytes > dtype.itemsize or not row.is_neg())
                 and row.data_ptr()
             ):
                 row = self._converted(field, row, slot)
@@ -168,9 +170,14 @@ class DraftMailbox:
         self._begin_write(slot, owner)
         for destination, source, num_bytes, _ in moves:
             _memmove(destination, source, num_bytes)
-        tag_at = slot * self.layout.record_bytes + self.layout.tag_offset
-        _TAG.pack_into(self._bytes, tag_at, owner, self._generations[slot], self.layout.layout_word(present))
-        self._end_write(slot, owner, present)
+        word = self._full_word
+        if present:
+            word = self.layout.layout_word(present)
+            self.presence[:, slot] = present
+        tag_at = record - self._address + self.layout.tag_offset
+        _TAG.pack_into(self._bytes, tag_at, owner, self._generations[slot], word)
+        self._owner_of[slot] = owner
+        self._state_of[slot] = WRITTEN
 
     def accept(self, slots: Sequence[int], owners: Sequence[int]) -> None:
         """Take over records that a transfer engine wrote, after its completion message.
@@ -181,12 +188,14 @@ class DraftMailbox:
         """
         if len(slots) != len(owners):
             raise ValueError(f"{len(slots)} slots but {len(owners)} owners")
-        wanted = list(zip(map(operator.index, slots), map(_owner, owners), strict=True))
+        wanted = list(zip(slots, map(_owner, owners), strict=True))
         with self._lock:
             self._drain()
             problems, seen = [], set()
             for position, (slot, owner) in enumerate(wanted):
-                fault = ("is given twice", "distinct slots") if slot in seen else self._tag_fault(slot, owner)
+                fault = self._range_fault(slot) or self._tag_fault(slot, owner)
+                if slot in seen:
+                    fault = "is given twice", "distinct slots"
                 seen.add(slot)
                 if fault is not None:
                     problems.append(Problem(position, None, f"slot {slot}", *fault, SlotError))
@@ -202,16 +211,16 @@ class DraftMailbox:
 
         SlotError names slots that nobody holds (a double release), and then none is released.
         """
-        numbers = [slots] if isinstance(slots, (int, np.integer)) else list(slots)
-        wanted = [self._slot(slot) for slot in numbers]
+        wanted = [slots] if isinstance(slots, (int, np.integer)) else list(slots)
         with self._lock:
-            problems = [
-                Problem(
-                    position, None, f"slot {slot}", f"is {_STATE_WORDS[self._state_of[slot]]}", "a held slot", SlotError
-                )
-                for position, slot in enumerate(wanted)
-                if self._state_of[slot] in (FREE, DRAINING) or slot in wanted[:position]
-            ]
+            problems, seen = [], set()
+            for position, slot in enumerate(wanted):
+                fault = self._range_fault(slot) or self._tenancy_fault(slot)
+                if slot in seen:
+                    fault = "is given twice", "a held slot, once"
+                seen.add(slot)
+                if fault is not None:
+                    problems.append(Problem(position, None, f"slot {slot}", *fault, SlotError))
             raise_problems(problems)
             for slot in wanted:
                 self._state_of[slot] = DRAINING
@@ -249,12 +258,15 @@ class DraftMailbox:
         return name not in optional or bool(self.presence[optional.index(name), slot])
 
     def _slot(self, slot: int) -> int:
-        if type(slot) is int and 0 <= slot < self.num_slots:
-            return slot
-        if not isinstance(slot, (int, np.integer)) or isinstance(slot, bool) or not 0 <= slot < self.num_slots:
-            expected = f"an integer from 0 to {self.num_slots - 1}"
-            raise SlotError([Problem(0, None, "slot", f"is {slot!r}", expected, SlotError)])
+        fault = self._range_fault(slot)
+        if fault is not None:
+            raise SlotError([Problem(0, None, "slot", *fault, SlotError)])
         return int(slot)
+
+    def _range_fault(self, slot: object) -> tuple[str, str] | None:
+        if isinstance(slot, (int, np.integer)) and not isinstance(slot, bool) and 0 <= slot < self.num_slots:
+            return None
+        return f"is {slot!r}", f"an integer from 0 to {self.num_slots - 1}"
 
     def _converted(self, field: Field, row: object, slot: int) -> torch.Tensor | None:
         """The row as a contiguous tensor of exactly the field's width and dtype."""
@@ -283,20 +295,16 @@ class DraftMailbox:
             # Until the last byte is there nobody may gather it.
             self._state_of[slot] = HELD
 
-    def _end_write(self, slot: int, owner: int, present: list[bool]) -> None:
-        if present:
-            self.presence[:, slot] = present
-        self._owner_of[slot] = owner
-        self._state_of[slot] = WRITTEN
+    def _tenancy_fault(self, slot: int) -> tuple[str, str] | None:
+        state = self._state_of[slot]
+        return None if state in (HELD, WRITTEN) else (f"is {_STATE_WORDS[state]}", "a held slot")
 
     def _tag_fault(self, slot: int, owner: int) -> tuple[str, str] | None:
         """(got, expected) where the record's tag is not that of `owner`'s finished write; None where it is."""
-        if not 0 <= slot < self.num_slots:
-            return "is out of range", f"0 to {self.num_slots - 1}"
         got_owner, generation, word = (int(value) for value in self._tags[slot])
         state = self._state_of[slot]
         if state == DRAINING:
-            return f"is {_STATE_WORDS[DRAINING]}", "a held slot"
+            return self._tenancy_fault(slot)
         if word == 0:
             torn = bool(got_owner or generation)
             got = "is torn: its tag has no layout word" if torn else "is not written"

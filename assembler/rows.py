@@ -78,8 +78,8 @@ def to_row(field: Field, row: object) -> torch.Tensor | None:
     if isinstance(row, torch.Tensor):
         return row.as_subclass(torch.Tensor)
     if isinstance(row, np.ndarray):
-        # Read only; a copy where NumPy's strides are not torch's (negative, or not a multiple of the item).
-        return torch.from_numpy(np.ascontiguousarray(row))
+        # A copy: torch takes neither read-only arrays nor negative strides.
+        return torch.from_numpy(np.array(row))
     assert isinstance(row, (list, tuple))
     return torch.tensor(row, dtype=field.dtype)
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -29,6 +30,7 @@ from draftgather.bench.torch_stack import METADATA_WIDTH, ArrivedRow, StackRelay
 
 CPU = torch.device("cpu")
 Path_ = Callable[[], object]
+Input = TypeVar("Input")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Figure:
     num_rows: int
     torch_stack_us: float
     ours_us: float
-    memcpy_us: float  # two memcpys of the same bytes: into the batch, into the relay
+    memcpy_us: float  # the floor: two memcpys of the same bytes, into the batch and into the relay
 
     @property
     def ratio(self) -> float:
@@ -70,6 +72,7 @@ class Workload:
         self.order: list[int] = torch.randperm(pool, generator=generator).tolist()
         self.relay_order = (torch.randperm(pool, generator=generator) + 1).tolist()
         self.row_bytes = sum(field.row_bytes for field in self.fields)
+        self.memcpy_pools = [torch.ones((pool, self.row_bytes), dtype=torch.uint8) for _ in range(2)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,7 @@ def interleaved(paths: Sequence[Path_], rounds: int, calls_a_turn: int) -> list[
     return [statistics.median(samples) / 1000 for samples in times]
 
 
-def _rotate(call: Callable[[Workload, Batch], object], work: Workload, batches: Sequence[Batch]) -> Path_:
+def _rotate(call: Callable[[Workload, Input], object], work: Workload, batches: Sequence[Input]) -> Path_:
     position = 0
 
     def run() -> object:
@@ -196,17 +199,21 @@ def measure(work: Workload, source: str, temperature: str, num_rows: int, rounds
     for call in (_torch_stack, ours):
         for batch in batches:
             call(work, batch)
-    block = torch.ones(num_rows * work.row_bytes, dtype=torch.uint8)
-    copies = (torch.empty_like(block), torch.empty_like(block))
+    # Rows that lie one after the other, in the source and in the relay: as cold or hot as the batches are.
+    memcpy_batch = torch.empty((num_rows, work.row_bytes), dtype=torch.uint8)
 
-    def memcpy_twice() -> None:
-        copies[0].copy_(block)
-        copies[1].copy_(block)
+    def memcpy_twice(work: Workload, start: int) -> None:
+        memcpy_batch.copy_(work.memcpy_pools[0][start : start + num_rows])
+        work.memcpy_pools[1][start : start + num_rows].copy_(memcpy_batch)
 
     # Each path rotates on its own; half a round apart, so that none finds rows another has just read.
     half = len(batches) // 2
     stack_us, ours_us, memcpy_us = interleaved(
-        [_rotate(_torch_stack, work, batches), _rotate(ours, work, batches[half:] + batches[:half]), memcpy_twice],
+        [
+            _rotate(_torch_stack, work, batches),
+            _rotate(ours, work, batches[half:] + batches[:half]),
+            _rotate(memcpy_twice, work, [i * num_rows for i in range(len(batches))]),
+        ],
         rounds,
         calls_a_turn,
     )

@@ -104,6 +104,7 @@ class RelayTarget(NamedTuple):
     bonus_tokens_buf: RowTable  # [num_slots, 1] int64
     fields: tuple[RowTable | None, ...]  # [num_slots, width] a field; None: not relayed
     valid: tuple[torch.Tensor | None, ...]  # [num_slots] bool a field; None: always there
+    is_in_range: bool = False  # the host has seen that every index is; the twin then does not look again
 
 
 class LaunchDescriptor(NamedTuple):
@@ -221,7 +222,8 @@ def gather_rows(descriptor: LaunchDescriptor) -> None:
         return
     fields = [_field_arguments(d, f) for f in range(len(d.sources))]
     has_outputs = any(field.output_ptr is not None for field in fields)
-    num_tiles = max(-(-field.width // field.block) for field in fields)
+    # Without fields there is still a bonus token a row to relay.
+    num_tiles = max((-(-field.width // field.block) for field in fields), default=1)
     _gather_rows_kernel[(d.num_padded if has_outputs else d.num_rows, num_tiles)](
         _dense(d.slots),
         tuple(field.source_ptr for field in fields),
@@ -302,7 +304,8 @@ def _gather_field(d: LaunchDescriptor, f: int, slots: np.ndarray[Any, Any] | Non
     else:
         words = source.pool.words
         assert words is not None and d.slots is not None
-        torch.index_select(words, 0, d.slots, out=output.tensor[:num_rows].view(words.dtype))
+        rows = output.tensor if num_rows == len(output.raw) else output.tensor[:num_rows]
+        torch.index_select(words, 0, d.slots, out=rows.view(words.dtype))
     if present is not None:
         output.tensor[:num_rows][present == 0] = 0
     if num_rows < len(output.raw):
@@ -362,7 +365,7 @@ def _relay_rows(d: LaunchDescriptor, relay: RelayTarget, gathered: list[np.ndarr
         vectors.append((relay.seq_lens_buf, relay.seq_lens.numpy()))
     assert relay.bonus_tokens_buf.raw is not None
     num_slots = len(relay.bonus_tokens_buf.raw)
-    if not are_in_range(indices, num_slots):
+    if not (relay.is_in_range or are_in_range(indices, num_slots)):
         keep = (indices >= 0) & (indices < num_slots)
         indices, gathered = indices[keep], [raw[keep] for raw in gathered]
         presents = [None if present is None else present[keep] for present in presents]
