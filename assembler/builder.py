@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from draftgather.check import as_int64, slot_problems
 from draftgather.draft_assembler import DraftAssembler
 from draftgather.draft_batch import DraftBatch
 from draftgather.draft_input import CaptureHiddenMode, EagleDraftInput
+from draftgather.errors import Problem, raise_problems
 from draftgather.fields import Field, eagle_fields
 from draftgather.future_map import FutureMap, Relay
 from draftgather.machine import as_device
@@ -111,22 +113,34 @@ def _hidden_field_of_rows(batch: Any) -> Field | None:
 def _assemble(fields: tuple[Field, ...], device: torch.device, reqs: Sequence[Any], relay: Relay | None) -> DraftBatch:
     request_ids = [req.rid for req in reqs]
     slots = [getattr(req, "draft_slot", None) for req in reqs]
-    if _mailbox is not None and all(slot is not None for slot in slots):
-        owners = [getattr(req, "draft_owner", None) for req in reqs]
-        if _mailbox.fields == fields:
-            assembler = _assembler(fields, device, len(reqs), _mailbox)
-            given = None if None in owners else owners
-            return assembler.assemble_slots(slots, given, request_ids, relay=relay)  # type: ignore[arg-type]
+    _check_slots(reqs, slots)
+    if _mailbox is not None and _mailbox.fields == fields and None not in slots:
+        assembler = _assembler(fields, device, len(reqs), _mailbox)
+        return assembler.assemble_slots(slots, None, request_ids, relay=relay)  # type: ignore[arg-type]
     wide = tuple(replace(f, leading=f.name != "hidden_states") for f in fields)
     assembler = _assembler(wide, device, len(reqs), None)
     rows = {f.name: [_row(f.name, req) for req in reqs] for f in fields}
     return assembler.assemble_rows(request_ids, relay=relay, **rows)  # type: ignore[arg-type]
 
 
+def _check_slots(reqs: Sequence[Any], slots: Sequence[int | None]) -> None:
+    """Of the requests that have a slot: it is written, and its owner is theirs where they name one."""
+    if _mailbox is None:
+        return
+    problems: list[Problem] = []
+    for i, (req, slot) in enumerate(zip(reqs, slots, strict=True)):
+        if slot is not None:
+            owner = getattr(req, "draft_owner", None)
+            owners = None if owner is None else as_int64([owner], "owners")
+            found = slot_problems(_mailbox, as_int64([slot], "slots"), owners, [req.rid])
+            problems += [replace(problem, position=i) for problem in found]
+    raise_problems(problems)
+
+
 def _row(name: str, req: Any) -> object:
     slot = getattr(req, "draft_slot", None)
-    if slot is not None and _mailbox is not None:
-        return _mailbox.view(name)[slot]
+    if slot is not None and _mailbox is not None and any(f.name == name for f in _mailbox.fields):
+        return _mailbox.row(name, slot)
     return getattr(req, _REQUEST_ROWS[name], None)
 
 

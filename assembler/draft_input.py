@@ -96,16 +96,10 @@ class EagleDraftInput:
     @property
     def num_rows(self) -> int:
         """The number of requests."""
-        for rows in (
-            self.future_indices,
-            self.topk_index,
-            self.bonus_tokens,
-            self.hidden_states,
-            *self.extras.values(),
-        ):
-            if rows is not None:
-                return len(rows)
-        return 0
+        rows = (self.rows(name) for name in (*_EAGLE_ROWS, *self.extras))
+        return next(
+            (len(tensor) for tensor in (self.future_indices, self.bonus_tokens, *rows) if tensor is not None), 0
+        )
 
     @classmethod
     def create_idle_input(

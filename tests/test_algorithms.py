@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import make_request, make_settings, random_rows, row_of
 
 import draftgather as dg
+from helpers import make_request, make_settings, random_rows, row_of
 
 Algorithm = dg.SpeculativeAlgorithm
 
 
-@pytest.fixture()
+@pytest.fixture
 def name() -> str:
     """A name that nobody has registered: the registry lives as long as the process."""
     return f"PLUGIN_{uuid.uuid4().hex.upper()}"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+
+import draftgather as dg
+import draftgather.builder as builder
+import draftgather.draft_assembler as draft_assembler
 from helpers import (
     FakeMarker,
     assert_bytes,
@@ -21,9 +24,6 @@ from helpers import (
     row_of,
     stacked,
 )
-
-import draftgather as dg
-import draftgather.builder as builder
 
 HIDDEN = 24
 METADATA = 16  # sglang's top-k rows are 16 wide, whatever the top-k
@@ -84,12 +84,12 @@ def expected_stacks(rows, num_states: int) -> dict[str, torch.Tensor]:
 
 
 CONFIGURATIONS = {
-    "topk 1": dict(topk=1),
-    "topk 4": dict(topk=4),
-    "topk 8": dict(topk=8),
-    "steps without layers": dict(topk=4, steps=3),
-    "3 layers": dict(topk=4, steps=3, multi_layer=True),
-    "16 states": dict(topk=8, steps=2, multi_layer=True),
+    "topk 1": {"topk": 1},
+    "topk 4": {"topk": 4},
+    "topk 8": {"topk": 8},
+    "steps without layers": {"topk": 4, "steps": 3},
+    "3 layers": {"topk": 4, "steps": 3, "multi_layer": True},
+    "16 states": {"topk": 8, "steps": 2, "multi_layer": True},
 }
 
 
@@ -145,7 +145,7 @@ def test_settings_are_read_at_each_call():
     batch = make_batch(rows, overlap=False)
     settings = make_settings(topk=1)
     widths = []
-    for change in (dict(), dict(speculative_eagle_topk=4), dict(speculative_num_steps=3), dict(enable_multi_layer_eagle=True)):
+    for change in ({}, {"speculative_eagle_topk": 4}, {"speculative_num_steps": 3}, {"enable_multi_layer_eagle": True}):
         vars(settings).update(change)
         draft_input = dg.build_eagle_disagg_draft_input(batch, settings, torch.tensor([1, 2]), None)
         widths.append(draft_input.topk_p.shape[1])
@@ -176,7 +176,9 @@ def test_larger_batch_than_any_before():
 def test_more_states_than_a_row_holds():
     """Guards a read past the metadata row, into the next request's."""
     future_map = poisoned_map(dg.eagle_fields(20, HIDDEN))
-    with pytest.raises(dg.RowShapeError, match=r"request 'r0': topk_p has shape \(16,\), expected \(20,\) or wider") as error:
+    with pytest.raises(
+        dg.RowShapeError, match=r"request 'r0': topk_p has shape \(16,\), expected \(20,\) or wider"
+    ) as error:
         build(make_batch(metadata_rows(2)), future_map, topk=5, steps=4, multi_layer=True)
     assert len(error.value.problems) == 4
     assert_poisoned(*relay_tensors(future_map).values())
@@ -185,7 +187,12 @@ def test_more_states_than_a_row_holds():
 BAD_REQUESTS = {
     "no probabilities": ("topk_p", None, dg.MissingRowError, "topk_p is missing"),
     "no hidden state": ("hidden_states", None, dg.MissingRowError, "hidden_states is missing"),
-    "other width": ("hidden_states", torch.zeros(25, dtype=torch.bfloat16), dg.RowShapeError, r"\(25,\), expected \(24,\)"),
+    "other width": (
+        "hidden_states",
+        torch.zeros(25, dtype=torch.bfloat16),
+        dg.RowShapeError,
+        r"\(25,\), expected \(24,\)",
+    ),
     "wide hidden": ("hidden_states", torch.zeros(72, dtype=torch.bfloat16), dg.RowShapeError, "three times"),
     "other dtype": ("hidden_states", torch.zeros(24), dg.RowDtypeError, "torch.float32, expected torch.bfloat16"),
     "ids as floats": ("topk_index", torch.zeros(16), dg.RowDtypeError, "torch.float32, expected torch.int64"),
@@ -220,7 +227,7 @@ def test_map_of_another_width(num_rows):
     future_map = poisoned_map(dg.eagle_fields(1, HIDDEN))
     batch = make_batch(metadata_rows(num_rows))
     if num_rows:
-        with pytest.raises(dg.RelayError, match="topk_p: the rows are 4 torch.float32, the future map's 1"):
+        with pytest.raises(dg.RelayError, match=r"topk_p: the rows are 4 torch.float32, the future map's 1"):
             build(batch, future_map, topk=4)
     else:
         assert build(batch, future_map, topk=4).topk_p.shape == (0, 4)
@@ -411,8 +418,9 @@ def test_slots_are_not_freed_while_they_are_read(monkeypatch, which, is_mixed):
     """Guards a record that is released right after the call: it has a reader, by each way to the rows."""
     rows = metadata_rows(2)
     mailbox, slots = mailbox_with(rows, OTHER_MAILBOXES[which])
-    reader, real = FakeMarker(), mailbox.note_readers
-    monkeypatch.setattr(mailbox, "note_readers", lambda read, marker: real(np.asarray(read), reader))
+    reader, real_launch = FakeMarker(), draft_assembler.launch
+    # The twin, but done only when the test says so.
+    monkeypatch.setattr(draft_assembler, "launch", lambda *arguments: real_launch(*arguments) and reader)
     own = {name: [None, given[1] if is_mixed else None] for name, given in rows.items()}
     batch = make_batch(own, overlap=False, draft_slot=[slots[0], None if is_mixed else slots[1]])
     build(batch, None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import REAL_DTYPES, assert_bytes, raw
 
 import draftgather as dg
+from helpers import REAL_DTYPES, assert_bytes, raw
 
 
 def make_input(first: int, num_rows: int = 3, **more: object) -> dg.EagleDraftInput:
@@ -43,7 +43,9 @@ def assert_requests(draft_input: dg.EagleDraftInput, requests: list[int]) -> Non
 )
 def test_filter(keep):
     """Guards the rows that stay, in their new order, of every tensor alike."""
-    draft_input = make_input(10, extras={"seed": torch.arange(3)[:, None]}, valid={"seed": torch.tensor([True, False, True])})
+    draft_input = make_input(
+        10, extras={"seed": torch.arange(3)[:, None]}, valid={"seed": torch.tensor([True, False, True])}
+    )
     kept = torch.arange(3)[keep].tolist()
     draft_input.filter_batch(keep)
     assert_requests(draft_input, [10 + i for i in kept])
@@ -172,7 +174,9 @@ def test_idle_input_without_hidden_states():
     assert idle.capture_hidden_mode is dg.CaptureHiddenMode.NULL
 
 
-@pytest.mark.parametrize("empty", [dg.EagleDraftInput(), dg.EagleDraftInput.create_idle_input("cpu", 5, torch.bfloat16, 2)])
+@pytest.mark.parametrize(
+    "empty", [dg.EagleDraftInput(), dg.EagleDraftInput.create_idle_input("cpu", 5, torch.bfloat16, 2)]
+)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_merge_with_nothing(empty, overlap):
     """Guards an idle step between two running ones: the running rows stay, their indices too."""

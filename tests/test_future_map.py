@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -243,6 +244,43 @@ def test_host_copy_of_the_indices_is_checked(machine, fields):
     with pytest.raises(dg.RelayError, match=r"future index 4 is given for rows \[0, 1\]"):
         dg.DraftAssembler(fields, machine=machine).assemble_rows(relay=relay, **random_rows(fields, 2))
     assert_poisoned(*relay_tensors(future_map).values())
+
+
+@pytest.mark.parametrize("index", [-1, 32])
+def test_host_copy_of_other_indices(machine, fields, index):
+    """Guards against a host copy that vouches for other indices: refused or left out, but no other row written."""
+    future_map = poisoned_map(fields, machine=machine)
+    relay = relay_to(future_map, [index])
+    relay = dg.Relay(future_map, relay.future_indices, relay.seq_lens, relay.bonus_tokens, torch.tensor([4]))
+    with suppress(dg.RelayError):
+        dg.DraftAssembler(fields, machine=machine).assemble_rows(relay=relay, **random_rows(fields, 1))
+    assert_poisoned(*relay_tensors(future_map).values())
+
+
+# In a batch of 700: where an index is bad, and what it is instead.
+BAD_IN_MANY = {"last repeats first": (699, 1), "negative": (350, -1), "too large": (0, 1000)}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("bad", BAD_IN_MANY)
+def test_bad_index_in_a_large_batch(bad, dtype):
+    """Guards the same checks where the batch is large, and they go another way."""
+    fields = (dg.Field("a", 1, torch.int64),)
+    position, index = BAD_IN_MANY[bad]
+    indices = torch.arange(1, 701, dtype=dtype)
+    future_map = poisoned_map(fields, 1000)
+    rows = {"a": list(torch.arange(700)[:, None])}
+    assembler = dg.DraftAssembler(fields, max_batch_size=1000)
+    bad_indices = indices.clone()
+    bad_indices[position] = index
+    with pytest.raises(dg.RelayError, match=rf"future index {index} is"):
+        assembler.assemble_rows(relay=dg.Relay(future_map, bad_indices, indices, indices), **rows)
+    assert_poisoned(*relay_tensors(future_map).values())
+    assembler.assemble_rows(relay=dg.Relay(future_map, indices, indices, indices), **rows)
+    assert future_map.buffers["a"][1:701, 0].tolist() == list(range(700))
+    assert future_map.new_seq_lens_buf[1:701].tolist() == list(range(1, 701))
+    padded = torch.cat([indices, torch.zeros(5, dtype=dtype)])
+    future_map.publish(padded, padded)
 
 
 @pytest.mark.parametrize("indices", [[-1], [3, 32]])

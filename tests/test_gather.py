@@ -414,7 +414,6 @@ def test_fresh_outputs_are_the_calls_own(machine):
         wide, small = batch.tensors["wide"], batch.tensors["small"]
         keep = (wide, wide[1:2, 5:9], small, wide.numpy()[3:4], wide.view(torch.int32).T, None)[turn % 6]
         del batch, wide, small
-        gc.collect()
         if keep is not None:
             kept.append((keep, np.asarray(keep).tobytes()))
         for kept_tensor, expected in kept:
@@ -486,12 +485,12 @@ def test_default_device_and_dtype(machine, fields):
 
 
 REFUSED_CALLS = {
-    "too many": (dict(count=9), dg.CapacityError, "a batch of 9 rows, but the assembler was made for 8"),
-    "too much padding": (dict(pad_to=9), dg.CapacityError, "a batch of 9 rows"),
-    "too little padding": (dict(pad_to=1), ValueError, "pad_to is 1, expected an integer of at least the 2 rows"),
-    "odd padding": (dict(pad_to=2.0), ValueError, "pad_to is 2.0"),
-    "request ids": (dict(request_ids=["a"]), ValueError, "1 request ids for 2 rows"),
-    "relay length": (dict(relay_rows=3), dg.RelayError, r"future_indices has shape \(3,\), expected \(2,\)"),
+    "too many": ({"count": 9}, dg.CapacityError, "a batch of 9 rows, but the assembler was made for 8"),
+    "too much padding": ({"pad_to": 9}, dg.CapacityError, "a batch of 9 rows"),
+    "too little padding": ({"pad_to": 1}, ValueError, "pad_to is 1, expected an integer of at least the 2 rows"),
+    "odd padding": ({"pad_to": 2.0}, ValueError, "pad_to is 2.0"),
+    "request ids": ({"request_ids": ["a"]}, ValueError, "1 request ids for 2 rows"),
+    "relay length": ({"relay_rows": 3}, dg.RelayError, r"future_indices has shape \(3,\), expected \(2,\)"),
 }
 
 
@@ -505,11 +504,12 @@ def test_refused_calls_write_nothing(machine, fields, call, way):
     rig = Poisoned(fields, machine, written_mailbox(fields, rows, count))
     relay = rig.relay(arguments.get("relay_rows", count))
     more = {key: value for key, value in arguments.items() if key in ("pad_to", "request_ids")}
+    assemble, what = {
+        "rows": (rig.assembler.assemble_rows, rows),
+        "slots": (rig.assembler.assemble_slots, {"slots": list(range(count))}),
+    }[way]
     with pytest.raises(error_class, match=message):
-        if way == "rows":
-            rig.assembler.assemble_rows(relay=relay, **more, **rows)
-        else:
-            rig.assembler.assemble_slots(list(range(count)), relay=relay, **more)
+        assemble(relay=relay, **more, **what)
     rig.assert_untouched()
 
 
@@ -539,10 +539,10 @@ def test_mailbox_of_other_fields(machine, fields):
 
 
 BAD_SETTINGS = {
-    "outputs": (dict(outputs="pinned"), 'outputs is \'pinned\', expected "fresh" or "fixed"'),
-    "output_memory": (dict(output_memory="host"), "output_memory is 'host'"),
-    "size": (dict(max_batch_size=0), "max_batch_size is 0"),
-    "device": (dict(device="meta"), "device is meta, expected cpu or cuda"),
+    "outputs": ({"outputs": "pinned"}, 'outputs is \'pinned\', expected "fresh" or "fixed"'),
+    "output_memory": ({"output_memory": "host"}, "output_memory is 'host'"),
+    "size": ({"max_batch_size": 0}, "max_batch_size is 0"),
+    "device": ({"device": "meta"}, "device is meta, expected cpu or cuda"),
 }
 
 

@@ -297,16 +297,16 @@ def test_accept_tells_absent_fields():
 
 # How the record that is accepted for owner 5 was written, and the answer.
 BAD_TAGS = {
-    "not written": (dict(owner=0, generation=0, layout_word=0), "is not written", "a record of owner 5"),
-    "wrong owner": (dict(owner=6), "is owned by 6", "owner 5"),
-    "torn": (dict(owner=5, layout_word=0), "is torn: its tag has no layout word", "a record of owner 5"),
+    "not written": ({"owner": 0, "generation": 0, "layout_word": 0}, "is not written", "a record of owner 5"),
+    "wrong owner": ({"owner": 6}, "is owned by 6", "owner 5"),
+    "torn": ({"owner": 5, "layout_word": 0}, "is torn: its tag has no layout word", "a record of owner 5"),
     "torn early": (
-        dict(owner=5, generation=0, layout_word=0),
+        {"owner": 5, "generation": 0, "layout_word": 0},
         "is torn: its tag has no layout word",
         "a record of owner 5",
     ),
-    "foreign": (dict(owner=5, layout_word=0x1234500), "has the foreign layout 0x12345", "layout 0x"),
-    "former": (dict(owner=5, generation=1), "is of generation 1", "generation 2"),
+    "foreign": ({"owner": 5, "layout_word": 0x1234500}, "has the foreign layout 0x12345", "layout 0x"),
+    "former": ({"owner": 5, "generation": 1}, "is of generation 1", "generation 2"),
 }
 
 

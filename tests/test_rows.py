@@ -264,7 +264,7 @@ def test_missing_list_of_rows(machine, fields):
     assert tuple(rig.assembler.check_rows(["a", "b"], **rows)) == error.value.problems
 
 
-@pytest.mark.parametrize("change", [dict(topk=[1, 2]), dict(topk_p=[torch.zeros(4)])], ids=["unknown", "lengths"])
+@pytest.mark.parametrize("change", [{"topk": [1, 2]}, {"topk_p": [torch.zeros(4)]}], ids=["unknown", "lengths"])
 def test_lists_that_do_not_fit(machine, fields, change):
     """Guards a misspelt field, and lists of different lengths: rows would be another request's."""
     rig = Poisoned(fields, machine)
@@ -273,7 +273,7 @@ def test_lists_that_do_not_fit(machine, fields, change):
         lambda: rig.assembler.assemble_rows(relay=rig.relay(2), **rows),
         lambda: rig.assembler.check_rows(**rows),
     ):
-        with pytest.raises(ValueError, match="unknown fields|different numbers of rows"):
+        with pytest.raises(ValueError, match=r"unknown fields|different numbers of rows"):
             call()
     rig.assert_untouched()
 
@@ -347,6 +347,23 @@ def test_slot_lists_that_do_not_fit(machine, fields, slots, owners):
     rig.assert_untouched()
 
 
+@pytest.mark.parametrize(("slot", "owner"), [(1199, 7), (-1, 0), (1200, 0), (1198, 0)])
+def test_bad_slot_in_a_large_batch(slot, owner):
+    """Guards the same checks where the batch is large, and they go another way."""
+    field = dg.Field("a", 1, torch.int64)
+    mailbox = dg.DraftMailbox([field], 1200, pin_memory=False)
+    for i in range(1200):
+        mailbox.put(i, 0, a=[i])
+    mailbox.release([1198])
+    assembler = dg.DraftAssembler([field], max_batch_size=2048, mailbox=mailbox)
+    slots = [*range(1100), slot]
+    with pytest.raises(dg.SlotError, match=f"row 1100: slot is {slot}") as error:
+        assembler.assemble_slots(slots, [0] * 1100 + [owner])
+    assert len(error.value.problems) == 1
+    batch = assembler.assemble_slots(slots[:-1], [0] * 1100)
+    assert batch.tensors["a"][:, 0].tolist() == slots[:-1]
+
+
 # -- wider rows, and debug mode
 
 
@@ -408,11 +425,12 @@ def test_debug_finds_rows_that_were_never_written(machine, fields, way):
         rows[name][2] = of_field[0]
     rig = Poisoned(fields, machine, written_mailbox(fields, rows, 3))
     rig.assembler.debug = True
+    assemble, what = {
+        "rows": (rig.assembler.assemble_rows, rows),
+        "slots": (rig.assembler.assemble_slots, {"slots": [0, 1, 2]}),
+    }[way]
     with pytest.raises(dg.MissingRowError, match="row 2: row is zero in every field: never written"):
-        if way == "rows":
-            rig.assembler.assemble_rows(relay=rig.relay(3), **rows)
-        else:
-            rig.assembler.assemble_slots([0, 1, 2], relay=rig.relay(3))
+        assemble(relay=rig.relay(3), **what)
     rig.assert_untouched()
 
 

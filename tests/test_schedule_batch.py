@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_bytes, make_request, make_settings, random_rows, row_of, stacked
 
 import draftgather as dg
+from helpers import assert_bytes, make_request, make_settings, random_rows, row_of, stacked
 
 
 class Own(dg.CustomSpecAlgo):
