@@ -120,7 +120,12 @@ def _assemble(fields: tuple[Field, ...], device: torch.device, reqs: Sequence[An
     wide = tuple(replace(f, leading=f.name != "hidden_states") for f in fields)
     assembler = _assembler(wide, device, len(reqs), None)
     rows = {f.name: [_row(f.name, req) for req in reqs] for f in fields}
-    return assembler.assemble_rows(request_ids, relay=relay, **rows)  # type: ignore[arg-type]
+    assembled = assembler.assemble_rows(request_ids, relay=relay, **rows)  # type: ignore[arg-type]
+    if _mailbox is not None:
+        # Views of records were read: they are not freed before the launch is done.
+        read = [slot for slot in slots if slot is not None]
+        _mailbox.note_readers(as_int64(read, "slots"), assembled.done)
+    return assembled
 
 
 def _check_slots(reqs: Sequence[Any], slots: Sequence[int | None]) -> None:

@@ -269,7 +269,7 @@ def check_relay(relay: Relay, num_rows: int, device: torch.device) -> None:
     if relay.future_indices_cpu is not None:
         check_relay_vector(relay.future_indices_cpu, "future_indices_cpu", num_rows, _CPU)
         check_future_indices(relay.future_indices_cpu, relay.future_map.num_slots)
-    elif relay.future_indices.is_cpu:
+    if relay.future_indices.is_cpu:
         check_future_indices(relay.future_indices, relay.future_map.num_slots)
 
 
