@@ -40,6 +40,7 @@ class FieldRows(NamedTuple):
     rows: Sequence[torch.Tensor | None]  # [b] tensors [>= width] of one dtype; None where an optional one is absent
     dtype: torch.dtype  # of the rows; the field's own, or convertible to it
     is_copied: bool  # some came as lists or in several dtypes, and are copies of the library's now
+    addresses: list[int] | None = None  # [b] of dense rows; None: some are not dense, or absent
 
 
 def as_int64(values: object, what: str) -> Int64Array:
@@ -151,26 +152,33 @@ def check_row_lists(fields: Sequence[Field], rows: Mapping[str, Sequence[object]
     return next(iter(counts.values()), 0)
 
 
-def are_rows_plain(field: Field, rows: Sequence[object], device: torch.device) -> bool:
-    """Whether every row is a plain tensor of the field's dtype on the CPU or `device`, all of one good shape.
+def plain_rows(field: Field, given: Sequence[object] | None, device: torch.device) -> FieldRows | None:
+    """The rows of one field where they are plainly right; None where that takes a closer look.
 
-    Rows whose storage is gone (reading them would crash) are not.
+    Plain are tensors of the field's dtype on the CPU or `device`, dense, all of one good shape. A row whose
+    storage is gone has no address: reading it would crash.
     """
-    first = rows[0]
+    if given is None:
+        return None
+    first = given[0]
     if type(first) is not torch.Tensor or first.ndim != 1:
-        return False
-    shape, dtype = first.shape, field.dtype
+        return None
+    shape, dtype, addresses = first.shape, field.dtype, []
     if shape[0] != field.width and not (field.leading and shape[0] > field.width):
-        return False
+        return None
     try:
-        for row in rows:
-            if type(row) is not torch.Tensor or row.dtype is not dtype or row.shape != shape or not row.data_ptr():
-                return False
-            if not row.is_cpu and row.device != device:
-                return False
+        for row in given:
+            if type(row) is not torch.Tensor or row.dtype is not dtype or row.shape != shape:
+                return None
+            if not row.is_contiguous() or not (row.is_cpu or row.device == device):
+                return None
+            addresses.append(row.data_ptr())
     except RuntimeError:  # a sparse or otherwise address-less tensor
-        return False
-    return True
+        return None
+    # Only a row of one element can be contiguous and lazily negated (an imaginary part is strided).
+    if not all(addresses) or (shape[0] == 1 and any([row.is_neg() for row in given])):  # type: ignore[attr-defined]
+        return None
+    return FieldRows(given, dtype, False, addresses)  # type: ignore[arg-type]
 
 
 def row_problems(
@@ -190,13 +198,6 @@ def row_problems(
             if problem is not None:
                 problems.append(problem)
     return sorted(problems, key=lambda problem: problem.position)
-
-
-def plain_rows(field: Field, given: Sequence[object] | None, device: torch.device) -> FieldRows | None:
-    """The rows of one field where they are plainly right; None where that takes a closer look."""
-    if given is None or not are_rows_plain(field, given, device):
-        return None
-    return FieldRows(given, field.dtype, False)  # type: ignore[arg-type]
 
 
 def converted_rows(field: Field, given: Sequence[object] | None, num_rows: int) -> FieldRows:

@@ -155,14 +155,9 @@ def _staged(formats: tuple[RowFormat, ...], located: Located, staging: StagingBu
 
 def _addressed(source: FieldSource, staging: StagingBuffer) -> FieldSource:
     """The addresses of separate rows, in a vector that the device reads."""
-    addresses = np.array([0 if row is None else row.data_ptr() for row in source.rows], dtype=np.int64)
+    addresses = np.array(source.addresses or [0 if row is None else row.data_ptr() for row in source.rows], np.int64)
     is_aligned = bool(np.bitwise_or.reduce(addresses) % _ALIGNMENT == 0)
-    return FieldSource(
-        rows=source.rows,
-        addresses=staging.put(addresses),
-        dtype=source.dtype,
-        is_aligned=is_aligned,
-    )
+    return source._replace(addresses_ptr=staging.put(addresses), is_aligned=is_aligned)
 
 
 def _uploaded(
@@ -179,14 +174,13 @@ def _uploaded(
         if located.route == "staged":
             assert source.pool is not None
             staged.append(source.pool.tensor)
-        elif source.addresses is not None:
-            staged.append(source.addresses)
+        elif source.addresses_ptr is not None:
+            staged.append(source.addresses_ptr)
     moved = {id(old): new for old, new in zip(staged, staging.uploaded(machine.device, staged), strict=True)}
 
     def moved_source(source: FieldSource) -> FieldSource:
-        if source.addresses is not None:
-            addresses = moved[id(source.addresses)]
-            return FieldSource(rows=source.rows, addresses=addresses, dtype=source.dtype, is_aligned=source.is_aligned)
+        if source.addresses_ptr is not None:
+            return source._replace(addresses_ptr=moved[id(source.addresses_ptr)])
         assert source.pool is not None
         table = moved.get(id(source.pool.tensor))
         return source if table is None else FieldSource(pool=RowTable(table))

@@ -46,8 +46,8 @@ def locate_rows(
     """Rows that are separate tensors: read in place where the device can read every one of them."""
     num_rows = len(rows[0].rows)
     if machine.has_kernel:
-        rows = [FieldRows([_dense(row) for row in r.rows], r.dtype, r.is_copied) for r in rows]
-    sources = tuple([FieldSource(rows=r.rows, dtype=r.dtype) for r in rows])
+        rows = [r if r.addresses else r._replace(rows=[_dense(row) for row in r.rows]) for r in rows]
+    sources = tuple([FieldSource(rows=r.rows, dtype=r.dtype, addresses=r.addresses) for r in rows])
     present: list[np.ndarray[Any, np.dtype[np.bool_]] | None] = [None] * len(fields)
     all_present = True
     for f, field in enumerate(fields):

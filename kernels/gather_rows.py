@@ -88,10 +88,12 @@ class FieldSource(NamedTuple):
     """Where the rows of one field are: by slot in `pool`, or one by one in `rows`."""
 
     pool: RowTable | None = None  # slots mode: [num_slots, width]
-    rows: Sequence[torch.Tensor | None] = ()  # pointers mode: num_rows tensors [>= width]; None where absent
-    addresses: torch.Tensor | None = None  # pointers mode on an accelerator: [num_rows] int64, 0 where absent
-    dtype: torch.dtype | None = None  # dtype of the separate rows
-    is_aligned: bool = True  # pointers mode: every address is a multiple of 16
+    # Pointers mode:
+    rows: Sequence[torch.Tensor | None] = ()  # num_rows tensors [>= width] of `dtype`; None where absent
+    dtype: torch.dtype | None = None
+    addresses: list[int] | None = None  # [num_rows] of dense rows, for the twin; None: it looks at the tensors
+    addresses_ptr: torch.Tensor | None = None  # [num_rows] int64, for the kernel; 0 where absent
+    is_aligned: bool = True  # every address is a multiple of 16
 
 
 class RelayTarget(NamedTuple):
@@ -257,8 +259,8 @@ def _field_arguments(d: LaunchDescriptor, f: int) -> _FieldArguments:
     if source_dtype is own_dtype:
         source_dtype = own_dtype = _MOVE_AS[own_dtype.itemsize]
     if source.pool is None:
-        assert source.addresses is not None
-        source_ptr, slot_stride = source.addresses, 0
+        assert source.addresses_ptr is not None
+        source_ptr, slot_stride = source.addresses_ptr, 0
     else:
         source_ptr, slot_stride = source.pool.tensor.view(source_dtype), source.pool.tensor.stride(0)
     return _FieldArguments(
@@ -296,8 +298,10 @@ def _gather_field(d: LaunchDescriptor, f: int, slots: np.ndarray[Any, Any] | Non
     output = d.outputs[f] or empty_table(num_rows, d.formats[f])
     assert output.raw is not None
     if source.pool is None:
-        positions = None if present is None else present.nonzero()[:, 0].tolist()
-        _stack_rows(source.rows, positions, output.tensor, d.formats[f])
+        if source.addresses is not None and source.dtype is d.formats[f].dtype:
+            _move_rows(source, output, d.formats[f])
+        else:
+            _stack_rows(source, present, output.tensor, d.formats[f])
     elif num_rows * output.raw.itemsize <= _SMALL_GATHER_BYTES:
         assert source.pool.raw is not None
         output.raw[:num_rows] = source.pool.raw[slots]
@@ -313,38 +317,55 @@ def _gather_field(d: LaunchDescriptor, f: int, slots: np.ndarray[Any, Any] | Non
     return output.raw[:num_rows]
 
 
-def _stack_rows(
-    rows: Sequence[torch.Tensor | None], positions: list[int] | None, output: torch.Tensor, row: RowFormat
-) -> None:
-    """Write separate rows, at least `row.width` wide and of one dtype, into the first rows of `output`.
-
-    positions: of the rows that are there; None: all are.
-    """
-    if positions is not None:
-        if positions:
-            output[positions] = _stacked([rows[i] for i in positions])[:, : row.width].to(row.dtype)  # type: ignore[misc]
-        return
-    there: list[torch.Tensor] = rows  # type: ignore[assignment]
-    if len(there) <= _FEW_MOVES and all([_is_dense(r, row.dtype) for r in there]):
-        address = output.data_ptr()
-        for i, r in enumerate(there):
-            ctypes.memmove(address + i * row.item.itemsize, r.data_ptr(), row.item.itemsize)
-    elif there[0].shape[0] == row.width and there[0].dtype is row.dtype:
-        _stacked(there, output if len(there) == len(output) else output[: len(there)])
-    elif row.dtype in _NUMPY_NUMBERS and there[0].dtype is row.dtype:
-        # As below, without the dispatcher.
-        output.numpy()[: len(there)] = _stacked(there)[:, : row.width].numpy()
+def _move_rows(source: FieldSource, output: RowTable, row: RowFormat) -> None:
+    """Copy dense rows of the output's own dtype, the fastest way for their number and size."""
+    assert source.addresses is not None and output.raw is not None
+    num_rows, row_bytes = len(source.addresses), row.item.itemsize
+    if num_rows <= _FEW_MOVES:
+        destination = output.tensor.data_ptr()
+        for i, address in enumerate(source.addresses):
+            ctypes.memmove(destination + i * row_bytes, address, row_bytes)
+    elif num_rows * row_bytes <= _SMALL_GATHER_BYTES:
+        output.raw[:num_rows] = _items_at(source.addresses, row.item)
     else:
-        output[: len(there)] = _stacked(there)[:, : row.width]
+        _stack_rows(source, None, output.tensor, row)
 
 
-# Up to so many rows a memory move each beats torch.stack and its slice.
+# Up to so many rows a memory move each beats everything else.
 _FEW_MOVES = 8
 
 
-def _is_dense(row: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the row's memory is its values, one after the other, of `dtype`."""
-    return row.dtype is dtype and row.is_contiguous() and not row.is_neg()
+def _items_at(addresses: list[int], item: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """[n] copies of the items at `addresses`: one fancy index, whatever lies between them."""
+    first, last = min(addresses), max(addresses)
+    window: np.ndarray[Any, Any] = np.asarray(_Window(first, last, item))
+    items: np.ndarray[Any, Any] = window[np.array(addresses) - first]
+    return items
+
+
+class _Window:
+    """Memory as overlapping items, one beginning at each byte; only those that are indexed are touched."""
+
+    def __init__(self, first: int, last: int, item: np.dtype[Any]) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": item.str,
+            "data": (first, True),
+            "shape": (last - first + 1,),
+            "strides": (1,),
+        }
+
+
+def _stack_rows(source: FieldSource, present: torch.Tensor | None, output: torch.Tensor, row: RowFormat) -> None:
+    """Write separate rows of one dtype, at least `row.width` wide, into the first rows of `output`."""
+    rows: list[torch.Tensor] = [r for r in source.rows if r is not None]
+    if present is not None:
+        if rows:
+            output[: len(present)][present != 0] = _stacked(rows)[:, : row.width].to(row.dtype)
+    elif rows[0].shape[0] == row.width and source.dtype is row.dtype:
+        _stacked(rows, output if len(rows) == len(output) else output[: len(rows)])
+    else:
+        output[: len(rows)] = _stacked(rows)[:, : row.width]
 
 
 def _stacked(rows: list[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:

@@ -281,23 +281,20 @@ def test_lists_that_do_not_fit(machine, fields, change):
 # -- bad slots
 
 
-def slots_rig(fields, machine) -> tuple[Poisoned, dg.DraftMailbox]:
-    """Slots 0 and 1 written (owners 100 and 101), 2 held, 3 free, 4 released while it is read, 5 released."""
-    rows = random_rows(fields, 6)
-    mailbox = written_mailbox(fields, rows, 8)
+def slots_rig(fields, machine) -> Poisoned:
+    """Slots 0, 1 and 7 written (owners 100, 101 and 107), 2 held, 3 and 5 released, 4 too, but it is still read."""
+    rows = random_rows(fields, 8)
+    mailbox = dg.DraftMailbox(fields, 8, pin_memory=False)
+    for slot in (0, 1, 3, 4, 5, 7):
+        mailbox.put(slot, 100 + slot, **row_of(rows, slot))
+    assert mailbox.acquire() == 2
     mailbox.note_readers(np.array([4]), FakeMarker())
-    mailbox.release([2, 3, 4, 5])
-    mailbox.put(2, 7, **row_of(rows, 2))
-    # Held: a put that has begun; here, of an own slot that is not written.
-    mailbox.release([2])
-    while mailbox.acquire() != 2:
-        pass
-    mailbox.release([slot for slot in range(8) if mailbox.states[slot] == 1 and slot != 2])
-    return Poisoned(fields, machine, mailbox), mailbox
+    mailbox.release([3, 4, 5])
+    return Poisoned(fields, machine, mailbox)
 
 
 BAD_SLOTS = {
-    "below": (-1, 0, "is -1", "0 to 7"),
+    "below": (-1, 107, "is -1", "0 to 7"),
     "above": (8, 0, "is 8", "0 to 7"),
     "far above": (2**40, 0, "is 1099511627776", "0 to 7"),
     "held": (2, 7, "is 2, which is not written yet", "a written slot"),
@@ -311,7 +308,7 @@ BAD_SLOTS = {
 def test_bad_slots(machine, fields, bad):
     """Guards against another request's record: each state has its own answer, all bad slots are listed."""
     slot, owner, got, expected = BAD_SLOTS[bad]
-    rig, _ = slots_rig(fields, machine)
+    rig = slots_rig(fields, machine)
     slots, owners, ids = [slot, 1, slot], [owner, 101, owner], ["x", "y", "z"]
     with pytest.raises(dg.SlotError, match=f"request 'x': slot {got}.*, expected {expected}") as error:
         rig.assembler.assemble_slots(slots, owners, ids, relay=rig.relay(3))
@@ -339,7 +336,7 @@ def test_bad_slots(machine, fields, bad):
 )
 def test_slot_lists_that_do_not_fit(machine, fields, slots, owners):
     """Guards slots and owners that are no integers, or not as many: check_slots refuses them just as well."""
-    rig, _ = slots_rig(fields, machine)
+    rig = slots_rig(fields, machine)
     with pytest.raises((ValueError, TypeError), match=r"owners|slots"):
         rig.assembler.assemble_slots(slots, owners, relay=rig.relay(1))
     with pytest.raises((ValueError, TypeError), match=r"owners|slots"):
