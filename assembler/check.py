@@ -143,6 +143,8 @@ def check_row_lists(fields: Sequence[Field], rows: Mapping[str, Sequence[object]
             counts[field.name] = len(given)
     if not counts:
         required = [field.name for field in fields if not field.optional]
+        if not required:
+            raise ValueError("no field was given a list of rows: how many rows are there?")
         raise MissingRowError([Problem(0, None, n, "has no list of rows", "one", MissingRowError) for n in required])
     unknown = rows.keys() - {field.name for field in fields}
     if unknown:
@@ -160,6 +162,8 @@ def plain_rows(field: Field, given: Sequence[object] | None, device: torch.devic
     """
     if given is None:
         return None
+    # A sequence may make its rows at each access: it is asked once, and then its rows are held.
+    given = given if type(given) in (list, tuple) else list(given)
     first = given[0]
     if type(first) is not torch.Tensor or first.ndim != 1:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -185,6 +186,7 @@ def test_rows_at_any_address_and_stride(machine, placement):
         dg.Field("c", 5, torch.bfloat16),
         dg.Field("d", 3, torch.int8),
         dg.Field("e", 1, torch.bool),
+        dg.Field("f", 1, torch.float32),
     )
     rows = random_rows(fields, 3)
     rows = {name: [PLACEMENTS[placement](row) for row in given] for name, given in rows.items()}
@@ -315,6 +317,27 @@ def test_lists_of_rows(machine, make):
     rows = random_rows(fields, 4)
     batch = dg.DraftAssembler(fields, machine=machine).assemble_rows(**{k: make(given) for k, given in rows.items()})
     assert_batch(batch, fields, rows)
+
+
+class MadeOnAccess(Sequence):
+    """Rows that are made anew whenever they are asked for, and that nobody else holds."""
+
+    def __init__(self, rows: Sequence[torch.Tensor]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return self._rows[i].clone()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 20])
+def test_rows_made_on_access(machine, fields, num_rows):
+    """Guards against the address of a row that is gone before it is read."""
+    rows = random_rows(fields, num_rows)
+    made = {name: MadeOnAccess(given) for name, given in rows.items()}
+    assert_batch(dg.DraftAssembler(fields, machine=machine).assemble_rows(**made), fields, rows)
 
 
 SLOT_LISTS = {
