@@ -7,7 +7,7 @@ thorough ones, which either find it right after all or name every problem.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -134,6 +134,17 @@ def _slot_fault(mailbox: DraftMailbox, slot: int, owner: int | None) -> tuple[st
 # -- separate rows
 
 
+def as_row_lists(rows: Mapping[str, Iterable[object] | None]) -> dict[str, Sequence[object] | None]:
+    """Each field's rows as a list: a sequence may make its rows at each access, and is asked for them once."""
+    lists: dict[str, Sequence[object] | None] = {}
+    for name, given in rows.items():
+        is_list = given is None or type(given) is list or type(given) is tuple
+        if not is_list and not isinstance(given, Iterable):
+            raise TypeError(f"{name} is a {type(given).__name__}, expected a list of rows")
+        lists[name] = given if is_list else list(given)  # type: ignore[arg-type,assignment]
+    return lists
+
+
 def check_row_lists(fields: Sequence[Field], rows: Mapping[str, Sequence[object] | None]) -> int:
     """The number of rows b, the same in every field's list. A list that is left out is one of missing rows."""
     counts = {}
@@ -162,8 +173,6 @@ def plain_rows(field: Field, given: Sequence[object] | None, device: torch.devic
     """
     if given is None:
         return None
-    # A sequence may make its rows at each access: it is asked once, and then its rows are held.
-    given = given if type(given) in (list, tuple) else list(given)
     first = given[0]
     if type(first) is not torch.Tensor or first.ndim != 1:
         return None

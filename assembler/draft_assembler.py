@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -12,6 +12,7 @@ from draftgather.check import (
     are_slots_good,
     as_int64,
     as_owners,
+    as_row_lists,
     check_batch_size,
     check_relay,
     check_request_ids,
@@ -133,7 +134,7 @@ class DraftAssembler:
         relay: Relay | None = None,
         pad_to: int | None = None,
         batch_outputs: bool = True,
-        **rows: Sequence[object] | None,
+        **rows: Iterable[object] | None,
     ) -> DraftBatch:
         """Assemble separate rows: a keyword a field, each with a list of b rows, in the batch's order.
 
@@ -143,15 +144,16 @@ class DraftAssembler:
         RowDeviceError, RelayError, CapacityError or CaptureError before anything is written.
         """
         self._machine.refuse_capture()
-        num_rows = check_row_lists(self.fields, rows)
+        lists = as_row_lists(rows)
+        num_rows = check_row_lists(self.fields, lists)
         num_padded = self._check_call(num_rows, request_ids, relay, pad_to, batch_outputs)
         if num_rows == 0:
             return self._empty(num_padded, batch_outputs)
-        plain = [plain_rows(field, rows.get(field.name), self.device) for field in self.fields]
+        plain = [plain_rows(field, lists.get(field.name), self.device) for field in self.fields]
         if None in plain:
-            raise_problems(row_problems(self.fields, rows, request_ids, self.device))
+            raise_problems(row_problems(self.fields, lists, request_ids, self.device))
         checked = [
-            found or converted_rows(field, rows.get(field.name), num_rows)
+            found or converted_rows(field, lists.get(field.name), num_rows)
             for field, found in zip(self.fields, plain, strict=True)
         ]
         if self.debug:
@@ -173,10 +175,11 @@ class DraftAssembler:
         check_request_ids(request_ids, len(numbers))
         return slot_problems(self._the_mailbox(), numbers, as_owners(owners, len(numbers)), request_ids)
 
-    def check_rows(self, request_ids: Sequence[object] | None = None, **rows: Sequence[object] | None) -> list[Problem]:
+    def check_rows(self, request_ids: Sequence[object] | None = None, **rows: Iterable[object] | None) -> list[Problem]:
         """Every problem for which `assemble_rows` would refuse these rows; empty when it would not."""
-        check_request_ids(request_ids, check_row_lists(self.fields, rows))
-        return row_problems(self.fields, rows, request_ids, self.device)
+        lists = as_row_lists(rows)
+        check_request_ids(request_ids, check_row_lists(self.fields, lists))
+        return row_problems(self.fields, lists, request_ids, self.device)
 
     def warmup(self) -> None:
         """Compile and load every variant that serving uses, so that none is compiled later.
