@@ -172,7 +172,9 @@ def _gather_rows_kernel(  # type: ignore[no-untyped-def]
             if present_ptrs[f] is not None:
                 is_present = tl.load(present_ptrs[f] + row, mask=is_row, other=0) != 0
             columns = start + tl.arange(0, BLOCKS[f])
-            in_width = columns < WIDTHS[f]
+            # A condition of the whole row goes into the row's end, not into a mask: Triton 3.9's
+            # interpreter makes integers of a scalar condition that it spreads over a block.
+            source_end = tl.where(is_present, WIDTHS[f], 0)
 
             if slots_ptr is not None:
                 source = source_ptrs[f] + slot * SLOT_STRIDES[f]
@@ -182,15 +184,15 @@ def _gather_rows_kernel(  # type: ignore[no-untyped-def]
                 if ALIGNED:
                     source = tl.multiple_of(source, 16)
             # The one load of each element; padding and absent rows touch no memory.
-            values = tl.load(source + columns, mask=in_width & is_present, other=0)
+            values = tl.load(source + columns, mask=columns < source_end, other=0)
 
             if output_ptrs[f] is not None:
                 output = output_ptrs[f] + row * WIDTHS[f]
-                tl.store(output + columns, values.to(output_ptrs[f].dtype.element_ty), mask=in_width)
+                tl.store(output + columns, values.to(output_ptrs[f].dtype.element_ty), mask=columns < WIDTHS[f])
             if relay_ptrs[f] is not None:
                 relay = relay_ptrs[f] + relay_row * WIDTHS[f]
-                relayed = in_width & in_relay & is_present
-                tl.store(relay + columns, values.to(relay_ptrs[f].dtype.element_ty), mask=relayed)
+                relay_end = tl.where(in_relay, source_end, 0)
+                tl.store(relay + columns, values.to(relay_ptrs[f].dtype.element_ty), mask=columns < relay_end)
                 if valid_ptrs[f] is not None:
                     if tile == 0:
                         tl.store(valid_ptrs[f] + relay_row, is_present.to(tl.uint8), mask=in_relay)
