@@ -1,7 +1,7 @@
 # `make demo` and `make test` do their own set-up in .venv, on a machine with or without a GPU.
 PYTHON ?= python3
 VENV := .venv
-# On a machine without a GPU the CPU build of torch is enough: TORCH=torch==2.13.0 names one version of it.
+# What pip installs as torch. Without a GPU a CPU build is enough, where your index has one.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.8" || echo "torch==2.13.0")
 PYTEST := $(VENV)/bin/python -m pytest
 

@@ -12,8 +12,8 @@ from draftgather.check import as_int64, slot_problems
 from draftgather.draft_assembler import DraftAssembler
 from draftgather.draft_batch import DraftBatch
 from draftgather.draft_input import CaptureHiddenMode, EagleDraftInput
-from draftgather.errors import Problem, raise_problems
-from draftgather.fields import Field, eagle_fields
+from draftgather.errors import Problem, RelayError, raise_problems
+from draftgather.fields import Field, RecordLayout, eagle_fields
 from draftgather.future_map import FutureMap, Relay
 from draftgather.machine import as_device
 from draftgather.mailbox import DraftMailbox
@@ -53,6 +53,8 @@ def build_eagle_disagg_draft_input(
     the same launch into a draftgather.FutureMap, by its own publish and stash into any other. Outside
     overlap the future map is not touched. Raises DraftRowError before anything is written.
     """
+    if batch.enable_overlap and future_map is None:
+        raise RelayError("under overlap the rows are relayed, but future_map is None")
     fields = _fields(batch, server_args, future_map)
     device = as_device(batch.device)
     is_fused = batch.enable_overlap and isinstance(future_map, FutureMap)
@@ -95,9 +97,10 @@ def _fields(batch: Any, server_args: Any, future_map: Any) -> tuple[Field, ...]:
     hidden = next((f for f in getattr(future_map, "fields", ()) if f.name == "hidden_states"), None)
     if hidden is None:
         hidden = _hidden_field_of_rows(batch)
-    if hidden is None:
-        return eagle_fields(server_args.speculative_eagle_topk, 1, torch.float32, num_steps=steps)
-    return eagle_fields(server_args.speculative_eagle_topk, hidden.width, hidden.dtype, num_steps=steps)
+    width, dtype = (1, torch.float32) if hidden is None else (hidden.width, hidden.dtype)
+    fields = eagle_fields(server_args.speculative_eagle_topk, width, dtype, num_steps=steps)
+    casting = {f.name for f in getattr(future_map, "fields", ()) if f.allow_cast}
+    return tuple(replace(f, allow_cast=f.name in casting) for f in fields)
 
 
 def _hidden_field_of_rows(batch: Any) -> Field | None:
@@ -114,7 +117,8 @@ def _assemble(fields: tuple[Field, ...], device: torch.device, reqs: Sequence[An
     request_ids = [req.rid for req in reqs]
     slots = [getattr(req, "draft_slot", None) for req in reqs]
     _check_slots(reqs, slots)
-    if _mailbox is not None and _mailbox.fields == fields and None not in slots:
+    layout = RecordLayout.of(fields)
+    if _mailbox is not None and _mailbox.layout.fingerprint == layout.fingerprint and None not in slots:
         assembler = _assembler(fields, device, len(reqs), _mailbox)
         return assembler.assemble_slots(slots, None, request_ids, relay=relay)  # type: ignore[arg-type]
     wide = tuple(replace(f, leading=f.name != "hidden_states") for f in fields)

@@ -67,7 +67,7 @@ def check_batch_size(num_rows: int, pad_to: int | None, max_batch_size: int) -> 
         raise ValueError(f"pad_to is {pad_to!r}, expected an integer of at least the {num_rows} rows")
     num_padded = num_rows if pad_to is None else pad_to
     if num_padded > max_batch_size:
-        raise CapacityError(f"a batch of {num_padded} rows, but the assembler was made for {max_batch_size}")
+        raise CapacityError(f"a batch of {num_padded} rows, but the assembler has max_batch_size={max_batch_size}")
     return num_padded
 
 
@@ -152,14 +152,14 @@ def check_row_lists(fields: Sequence[Field], rows: Mapping[str, Sequence[object]
         given = rows.get(field.name)
         if given is not None:
             counts[field.name] = len(given)
+    unknown = rows.keys() - {field.name for field in fields}
+    if unknown:
+        raise ValueError(f"unknown fields {sorted(unknown)}; the assembler has {[field.name for field in fields]}")
     if not counts:
         required = [field.name for field in fields if not field.optional]
         if not required:
             raise ValueError("no field was given a list of rows: how many rows are there?")
         raise MissingRowError([Problem(0, None, n, "has no list of rows", "one", MissingRowError) for n in required])
-    unknown = rows.keys() - {field.name for field in fields}
-    if unknown:
-        raise ValueError(f"unknown fields {sorted(unknown)}; the assembler has {[field.name for field in fields]}")
     if len(set(counts.values())) > 1:
         raise ValueError(f"fields have different numbers of rows: {counts}")
     return next(iter(counts.values()), 0)

@@ -27,7 +27,7 @@ from draftgather.completion import DONE, CompletionMarker
 from draftgather.describe import StagingRing, describe
 from draftgather.draft_batch import DraftBatch
 from draftgather.errors import Problem, RelayError, raise_problems
-from draftgather.fields import Field, check_fields
+from draftgather.fields import Field, RecordLayout, check_fields
 from draftgather.future_map import FutureMap, Relay, RelayTables
 from draftgather.kernels.gather_rows import RelayTarget, RowTable
 from draftgather.launch import launch
@@ -74,7 +74,7 @@ class DraftAssembler:
         self.device = as_device(device)
         self.max_batch_size = max_batch_size
         self.mailbox = mailbox
-        if mailbox is not None and mailbox.layout.fingerprint != _fingerprint(self.fields):
+        if mailbox is not None and mailbox.layout.fingerprint != RecordLayout.of(self.fields).fingerprint:
             raise ValueError(f"the mailbox has the fields {mailbox.fields}, the assembler {self.fields}")
         self.debug = debug
         self.vocab_size = vocab_size
@@ -170,13 +170,13 @@ class DraftAssembler:
         owners: Sequence[int] | torch.Tensor | None = None,
         request_ids: Sequence[object] | None = None,
     ) -> list[Problem]:
-        """Every problem for which `assemble_slots` would refuse these slots; empty when it would not."""
+        """Every slot that `assemble_slots` would refuse (not: relay, capacity, debug values); empty when none."""
         numbers = as_int64(slots, "slots")
         check_request_ids(request_ids, len(numbers))
         return slot_problems(self._the_mailbox(), numbers, as_owners(owners, len(numbers)), request_ids)
 
     def check_rows(self, request_ids: Sequence[object] | None = None, **rows: Iterable[object] | None) -> list[Problem]:
-        """Every problem for which `assemble_rows` would refuse these rows; empty when it would not."""
+        """Every row that `assemble_rows` would refuse (not: relay, capacity, debug values); empty when none."""
         lists = as_row_lists(rows)
         check_request_ids(request_ids, check_row_lists(self.fields, lists))
         return row_problems(self.fields, lists, request_ids, self.device)
@@ -290,9 +290,3 @@ class DraftAssembler:
             valid=tables.valid,
             is_in_range=relay.future_indices.is_cpu,
         )
-
-
-def _fingerprint(fields: Sequence[Field]) -> int:
-    from draftgather.fields import RecordLayout
-
-    return RecordLayout.of(fields).fingerprint

@@ -20,7 +20,8 @@ class DraftBatch:
     tensors: [num_padded, width] a field, on the assembler's device; a field that is not present in
         every row is left out, and so are all with batch_outputs=False. With outputs="fresh" they
         are the caller's; with "fixed" the next call overwrites them, and the caller orders that.
-    present: a field, whether every row has it: known on the host, without a device read.
+    present: a field, whether every row has it: known on the host, without a device read. The relay keeps an
+        optional field of each row that has it; `FutureMap.resolve` tells by `valid` which rows do.
     done: the launch's completion marker; `tensors` may be used at once on the same stream.
     """
 
@@ -30,3 +31,7 @@ class DraftBatch:
     done: CompletionMarker
     num_rows: int  # b: rows of requests
     num_padded: int  # rows of the tensors; b.. are zero
+
+    def __repr__(self) -> str:
+        shapes = {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in self.tensors.items()}
+        return f"DraftBatch({self.num_rows} rows, route={self.route!r}, tensors={shapes})"

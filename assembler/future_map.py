@@ -194,8 +194,8 @@ class FutureMap:
         for field, table in zip(self.fields, outputs, strict=False):
             is_present = presence.get(field.name, True)
             _set_field(draft_input, field.name, table.tensor if is_present else None)
-        for name, table in zip(self._valid, outputs[len(self.fields) :], strict=False):
-            draft_input.valid[name] = table.tensor[:, 0]
+        valid = zip(self._valid, outputs[len(self.fields) :], strict=False)
+        draft_input.valid = {name: table.tensor[:, 0] for name, table in valid}
 
     # -- inside
 

@@ -55,6 +55,8 @@ def machine_for(device: torch.device) -> Machine:
 def as_device(device: torch.device | str) -> torch.device:
     """`device` with its index: "cuda" is the current one."""
     device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device}, but torch can use no CUDA device here")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device

@@ -50,7 +50,8 @@ class DraftMailbox:
     holds it for one tenant; `put` or `accept` makes it *written*, a state of its own, for owner 0
     as for any other; `release` ends the tenancy, and the record is free for the next once the
     last launch that read it is done. Each tenancy of a slot has a generation number, one above
-    the last one's, so that a late write by a former tenant with the same owner can be told.
+    the last one's, so that `accept` tells a late write of a former tenant with the same owner. A `put` carries no
+    generation: one that comes after its own release takes the free slot anew.
 
     Threads: `acquire`, `put`, `accept` and `release` may be called from any thread. Different
     threads may `put` different slots at once; a slot is written by one thread at a time. A `put`
@@ -128,8 +129,8 @@ class DraftMailbox:
                 slot = self._take_free()
             if slot is None:
                 raise MailboxFullError(
-                    f"all {self.num_slots} slots are in use "
-                    f"({len(self._draining)} released, but still read by a launch)"
+                    f"all {self.num_slots} slots are in use, {len(self._draining)} of them released but still "
+                    "read by a launch: release slots, make the mailbox larger, or keep your own copy of the row"
                 )
             self._state_of[slot] = HELD
             return slot
@@ -211,6 +212,8 @@ class DraftMailbox:
 
         SlotError names slots that nobody holds (a double release), and then none is released.
         """
+        if isinstance(slots, (torch.Tensor, np.ndarray)):
+            slots = slots.tolist()
         wanted = [slots] if isinstance(slots, (int, np.integer)) else list(slots)
         with self._lock:
             problems, seen = [], set()
