@@ -24,7 +24,7 @@ from draftgather.errors import (
 from draftgather.fields import Field
 from draftgather.kernels.gather_rows import are_distinct, are_in_range
 from draftgather.mailbox import DRAINING, FREE, HELD, WRITTEN, DraftMailbox
-from draftgather.rows import row_problem, to_row
+from draftgather.rows import LOWEST_ADDRESS, has_memory, row_problem, to_row
 
 if TYPE_CHECKING:
     from draftgather.future_map import Relay
@@ -189,7 +189,7 @@ def plain_rows(field: Field, given: Sequence[object] | None, device: torch.devic
     except RuntimeError:  # a sparse or otherwise address-less tensor
         return None
     # Only a row of one element can be contiguous and lazily negated (an imaginary part is strided).
-    if not all(addresses) or (shape[0] == 1 and any([row.is_neg() for row in given])):  # type: ignore[attr-defined]
+    if min(addresses) < LOWEST_ADDRESS or (shape[0] == 1 and any([row.is_neg() for row in given])):  # type: ignore[attr-defined]
         return None
     return FieldRows(given, dtype, False, addresses)  # type: ignore[arg-type]
 
@@ -295,6 +295,8 @@ def check_relay_vector(values: object, name: str, num_rows: int, device: torch.d
         raise RelayError(f"{name} is on {values.device}, expected {device}")
     if values.shape != (num_rows,):
         raise RelayError(f"{name} has shape {tuple(values.shape)}, expected ({num_rows},)")
+    if num_rows and values.is_cpu and not has_memory(values):
+        raise RelayError(f"{name} has no storage any more")
     if values.dtype is not torch.int64 and values.dtype is not torch.int32:
         raise RelayError(f"{name} has dtype {values.dtype}, expected int64 or int32")
 

@@ -46,7 +46,8 @@ class DraftAssembler:
     addresses for its life; the next call overwrites them, and the caller orders that. Rows given to
     `assemble_rows` may be dropped or reused when the call returns if the device is the CPU or they
     came by the route "staged"; by "pointers" on a GPU they must keep their values until
-    `batch.done`, and the assembler holds a reference to them until then.
+    `batch.done`, and the assembler holds a reference to them until then. Rows must not be views of
+    what the same launch writes: the future map's buffers.
     """
 
     def __init__(
@@ -187,7 +188,9 @@ class DraftAssembler:
         Touches memory of the assembler's own only. Waits for the compiler: for start-up.
         """
         mailbox = DraftMailbox(self.fields, 1, pin_memory=self._machine.pins)
-        mailbox.put(0, 0, **{field.name: torch.zeros(field.width, dtype=field.dtype) for field in self.fields})
+        mailbox.put(
+            0, 0, **{field.name: torch.zeros(field.width, dtype=field.dtype, device="cpu") for field in self.fields}
+        )
         own = DraftAssembler(self.fields, self.device, 1, mailbox, machine=self._machine)
         future_map = FutureMap(self.fields, 2, self.device)
         one = torch.ones(1, dtype=torch.int64, device=self.device)

@@ -89,9 +89,13 @@ class EagleDraftInput:
             for name in dict.fromkeys((*_EAGLE_ROWS, *self.extras, *spec_info.extras))
         }
         bonus_tokens = _cat("bonus_tokens", self.bonus_tokens, spec_info.bonus_tokens, True)
+        valid = {
+            name: torch.cat([_valid(side, name, known.device) for side in (self, spec_info)])
+            for name, known in {**self.valid, **spec_info.valid}.items()
+        }
         for name, rows in merged.items():
             self.set_rows(name, rows)
-        self.bonus_tokens, self.present, self.valid = bonus_tokens, present, {}
+        self.bonus_tokens, self.present, self.valid = bonus_tokens, present, valid
 
     @property
     def num_rows(self) -> int:
@@ -127,6 +131,12 @@ class EagleDraftInput:
     def _drop_rows(self) -> None:
         self.topk_p = self.topk_index = self.hidden_states = self.bonus_tokens = None
         self.extras, self.valid = {}, {}
+
+
+def _valid(draft_input: EagleDraftInput, name: str, device: torch.device) -> torch.Tensor:
+    """[b] bool: which rows have the field; all, where nothing else is known."""
+    known = draft_input.valid.get(name)
+    return torch.ones(draft_input.num_rows, dtype=torch.bool, device=device) if known is None else known
 
 
 def _cat(name: str, first: torch.Tensor | None, second: torch.Tensor | None, is_present: bool) -> torch.Tensor | None:

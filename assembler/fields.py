@@ -18,7 +18,10 @@ FIELD_ALIGNMENT = 16
 # The layout word's low byte tells which optional fields the record has; the rest is the fingerprint.
 MAX_OPTIONAL_FIELDS = 8
 
-_RESERVED_NAMES = frozenset({"bonus_tokens", "seq_lens", "future_indices"})
+_RESERVED_NAMES = frozenset(
+    {"bonus_tokens", "seq_lens", "future_indices", "relay", "pad_to", "batch_outputs", "request_ids", "self"}
+    | {"slot", "owner"}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from draftgather.kernels.gather_rows import FieldSource, LaunchDescriptor, Relay
 from draftgather.launch import launch
 from draftgather.machine import Machine, as_device, machine_for
 from draftgather.memory import HostBlockCache, allocate_table
+from draftgather.rows import has_memory
 
 _POISON = -1
 _INTEGER = RowFormat.of(1, torch.int64)
@@ -81,6 +82,9 @@ class FutureMap:
             self.new_seq_lens_buf.fill_(_POISON)
             self.output_tokens_buf.fill_(_POISON)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("a FutureMap is not copied or pickled: its memory is at fixed addresses")
+
     # -- what the assembler's fused launch writes
 
     def tables_for(self, fields: Sequence[Field]) -> RelayTables:
@@ -137,6 +141,8 @@ class FutureMap:
         if num_rows == 0:
             return
         absent = torch.zeros(num_rows, dtype=torch.uint8, device=self.device)
+        # Rows that were resolved as invalid stay so.
+        known = getattr(draft_input, "valid", {})
         self._launch(
             num_rows,
             self._formats,
@@ -146,7 +152,10 @@ class FutureMap:
                 for t, row in zip(tensors, self._formats, strict=True)
             ),
             slots=torch.arange(num_rows, device=self.device),
-            present=tuple(absent if t is None else None for t in tensors),
+            present=tuple(
+                absent if t is None else _as_bytes(known.get(field.name)) if field.optional else None
+                for t, field in zip(tensors, self.fields, strict=True)
+            ),
             outputs=(None,) * len(self.fields),
             relay=RelayTarget(
                 future_indices=future_indices,
@@ -248,6 +257,8 @@ class FutureMap:
             raise RelayError(f"{field.name} is {tensor!r}, expected a tensor [{num_rows}, {field.width}]")
         got = (tuple(tensor.shape), tensor.dtype, tensor.device)
         expected = ((num_rows, field.width), field.dtype, self.device)
+        if got == expected and not has_memory(tensor):
+            raise RelayError(f"{field.name} has no storage any more")
         if got != expected:
             raise RelayError(
                 f"{field.name} is {got[0]} {got[1]} on {got[2]}, expected {expected[0]} {expected[1]} on {expected[2]}"
@@ -283,6 +294,10 @@ class Relay:
     seq_lens: torch.Tensor
     bonus_tokens: torch.Tensor
     future_indices_cpu: torch.Tensor | None = None
+
+
+def _as_bytes(flags: torch.Tensor | None) -> torch.Tensor | None:
+    return None if flags is None else flags.contiguous().view(torch.uint8)
 
 
 def _field_of(draft_input: Any, name: str) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from draftgather.errors import MailboxFullError, Problem, SlotError, raise_probl
 from draftgather.fields import TAG_WORDS, Field, RecordLayout
 from draftgather.kernels.gather_rows import FieldSource, RowTable
 from draftgather.memory import allocate_slab, can_pin
-from draftgather.rows import row_problem, to_row
+from draftgather.rows import LOWEST_ADDRESS, row_problem, to_row
 
 # What a slot is. A slot that is being freed stays WRITTEN or HELD to nobody: it is DRAINING.
 FREE, HELD, WRITTEN, DRAINING = range(4)
@@ -54,7 +54,8 @@ class DraftMailbox:
     generation: one that comes after its own release takes the free slot anew.
 
     Threads: `acquire`, `put`, `accept` and `release` may be called from any thread. Different
-    threads may `put` different slots at once; a slot is written by one thread at a time. A `put`
+    threads may `put` different slots at once; a slot is written by one thread at a time, and neither
+    put nor released by another while `assemble_slots` is at work on it. A `put`
     into a slot that a launch still reads is refused.
 
     Memory belongs to the mailbox, and lives as long as it, its views and the launches that read it.
@@ -158,7 +159,7 @@ class DraftMailbox:
                 and row.is_cpu
                 and row.is_contiguous()
                 and (num_bytes > dtype.itemsize or not row.is_neg())
-                and row.data_ptr()
+                and row.data_ptr() >= LOWEST_ADDRESS
             ):
                 row = self._converted(field, row, slot)
             if field.optional:
@@ -168,17 +169,21 @@ class DraftMailbox:
                 moves.append((record + offset, row.data_ptr(), num_bytes, row))
         if rows:
             raise ValueError(f"unknown fields {sorted(rows)}; the mailbox has {[field.name for field in self.fields]}")
-        self._begin_write(slot, owner)
+        generation = self._begin_write(slot, owner)
         for destination, source, num_bytes, _ in moves:
             _memmove(destination, source, num_bytes)
-        word = self._full_word
-        if present:
-            word = self.layout.layout_word(present)
-            self.presence[:, slot] = present
-        tag_at = record - self._address + self.layout.tag_offset
-        _TAG.pack_into(self._bytes, tag_at, owner, self._generations[slot], word)
-        self._owner_of[slot] = owner
-        self._state_of[slot] = WRITTEN
+        with self._lock:
+            if self._generations[slot] != generation:
+                fault = "was released while its row was put", "a slot held until put returns"
+                raise SlotError([Problem(0, None, f"slot {slot}", *fault, SlotError)])
+            word = self._full_word
+            if present:
+                word = self.layout.layout_word(present)
+                self.presence[:, slot] = present
+            tag_at = record - self._address + self.layout.tag_offset
+            _TAG.pack_into(self._bytes, tag_at, owner, generation, word)
+            self._owner_of[slot] = owner
+            self._state_of[slot] = WRITTEN
 
     def accept(self, slots: Sequence[int], owners: Sequence[int]) -> None:
         """Take over records that a transfer engine wrote, after its completion message.
@@ -279,7 +284,8 @@ class DraftMailbox:
         tensor = to_row(field, row)
         return None if tensor is None else tensor.detach()[: field.width].to(field.dtype).resolve_neg().contiguous()
 
-    def _begin_write(self, slot: int, owner: int) -> None:
+    def _begin_write(self, slot: int, owner: int) -> int:
+        """Hold the slot while its bytes change, so that nobody gathers it. The tenancy's generation."""
         with self._lock:
             if self._state_of[slot] == DRAINING:
                 self._drain()
@@ -295,8 +301,8 @@ class DraftMailbox:
                 fault = ("is read by a launch that is not done", "a slot that nobody reads")
             if fault is not None:
                 raise SlotError([Problem(0, None, f"slot {slot}", *fault, SlotError)])
-            # Until the last byte is there nobody may gather it.
             self._state_of[slot] = HELD
+            return self._generations[slot]
 
     def _tenancy_fault(self, slot: int) -> tuple[str, str] | None:
         state = self._state_of[slot]
@@ -312,7 +318,7 @@ class DraftMailbox:
             torn = bool(got_owner or generation)
             got = "is torn: its tag has no layout word" if torn else "is not written"
             return got, f"a record of owner {owner}"
-        if word >> 8 != self.layout.fingerprint:
+        if word >> 8 != self.layout.fingerprint or (word & 0xFF) >> len(self.presence):
             return f"has the foreign layout {word >> 8:#x}", f"layout {self.layout.fingerprint:#x}"
         if generation != self._generations[slot]:
             return f"is of generation {generation}", f"generation {self._generations[slot]}"

@@ -31,7 +31,7 @@ def can_pin() -> bool:
     if not torch.cuda.is_available():
         return False
     try:
-        pinned = torch.empty(1, dtype=torch.uint8, pin_memory=True).is_pinned()
+        pinned = torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True).is_pinned()
     except RuntimeError as error:
         notice_once(f"no pinned memory on this machine ({error}); transfers will be slower")
         return False
@@ -48,7 +48,7 @@ def allocate_slab(num_bytes: int, pin: bool) -> torch.Tensor:
     """
     with torch.inference_mode(False):
         if pin:
-            return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         # A whole huge page of slack, so that the slab can start on a huge page's boundary.
         mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= _HUGE_PAGE:
@@ -123,7 +123,7 @@ def zero_copy_works(device: torch.device) -> bool:
         return False
     try:
         with torch.cuda.device(device):
-            pinned = torch.zeros((1, 64), dtype=torch.int64, pin_memory=True)
+            pinned = torch.zeros((1, 64), dtype=torch.int64, device="cpu", pin_memory=True)
             slots = torch.zeros(1, dtype=torch.int64, device=device)
             seen = []
             for value in (1, 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from draftgather.errors import (
     RowShapeError,
 )
 from draftgather.fields import Field
+from draftgather.kernels.gather_rows import CASTABLE
 
 # Conversions that keep every value. Anything else must be allowed by the field.
 _EXACT_CASTS: dict[torch.dtype, tuple[torch.dtype, ...]] = {
@@ -32,7 +34,24 @@ _EXACT_CASTS: dict[torch.dtype, tuple[torch.dtype, ...]] = {
 
 def is_convertible(source: torch.dtype, field: Field) -> bool:
     """Whether rows of dtype `source` may be converted to the field's."""
-    return source is field.dtype or field.allow_cast or field.dtype in _EXACT_CASTS.get(source, ())
+    if source is field.dtype or field.dtype in _EXACT_CASTS.get(source, ()):
+        return True
+    return field.allow_cast and source in CASTABLE and field.dtype in CASTABLE
+
+
+# Below this no process has memory: an address so small is the offset of a view whose storage is gone.
+LOWEST_ADDRESS = 1 << 16
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements of `tensor` are all inside its storage, which may have been freed or shrunk."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    if tensor.numel() == 0 or tensor.device.type == "meta":
+        return True
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + extent) * tensor.element_size()
+    return tensor.untyped_storage().nbytes() >= needed
 
 
 def row_problem(field: Field, row: object, position: int, request_id: object, device: torch.device) -> Problem | None:
@@ -51,13 +70,13 @@ def row_problem(field: Field, row: object, position: int, request_id: object, de
         if row.device.type != "cpu" and row.device != device:
             readable = "cpu" if device.type == "cpu" else f"cpu or {device}"
             return problem(RowDeviceError, f"is on {row.device}", f"a row on {readable}")
-        if row.layout is not torch.strided or (row.device.type == "cpu" and row.data_ptr() == 0 and row.numel()):
+        if not has_memory(row):
             return problem(MissingRowError, f"has no storage ({row.layout})", _describe(field))
         shape, dtype = tuple(row.shape), row.dtype
     elif isinstance(row, np.ndarray):
         try:
             shape, dtype = row.shape, torch.from_numpy(np.empty(0, row.dtype)).dtype
-        except TypeError:
+        except (TypeError, ValueError):
             return problem(RowDtypeError, f"has NumPy dtype {row.dtype}", _describe(field))
     elif isinstance(row, (list, tuple)):
         return _list_problem(field, row, problem)
@@ -81,7 +100,7 @@ def to_row(field: Field, row: object) -> torch.Tensor | None:
         # A copy: torch takes neither read-only arrays nor negative strides.
         return torch.from_numpy(np.array(row))
     assert isinstance(row, (list, tuple))
-    return torch.tensor(row, dtype=field.dtype)
+    return torch.tensor(row, dtype=field.dtype, device="cpu")
 
 
 def _list_problem(field: Field, row: Sequence[Any], problem: Any) -> Problem | None:
@@ -98,9 +117,14 @@ def _list_problem(field: Field, row: Sequence[Any], problem: Any) -> Problem | N
         if not isinstance(item, kinds) or (isinstance(item, bool) and field.dtype is not torch.bool):
             return problem(RowDtypeError, f"holds {item!r}", f"numbers of {field.dtype}")  # type: ignore[no-any-return]
     try:
-        torch.tensor(row, dtype=field.dtype)
+        converted = torch.tensor(row, dtype=field.dtype, device="cpu").tolist()
     except (RuntimeError, OverflowError, ValueError, TypeError) as error:
         return problem(RowDtypeError, f"does not fit ({error})", f"numbers of {field.dtype}")  # type: ignore[no-any-return]
+    for item, value in zip(row, converted, strict=True):
+        # Floating point rounds, as it must; integers stay exact, and nothing finite becomes infinite.
+        is_lost = value != item if isinstance(item, (int, np.integer)) else math.isinf(value) and math.isfinite(item)
+        if is_lost:
+            return problem(RowDtypeError, f"holds {item!r}", f"numbers that {field.dtype} can hold")  # type: ignore[no-any-return]
     return None
 
 

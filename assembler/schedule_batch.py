@@ -38,7 +38,7 @@ class ScheduleBatch:
                 if not len(req.output_ids)
             ]
         )
-        last_tokens = torch.tensor([req.output_ids[-1] for req in self.reqs], dtype=torch.int64)
+        last_tokens = torch.tensor([req.output_ids[-1] for req in self.reqs], dtype=torch.int64, device="cpu")
         if torch.device(self.device).type == "cuda":
             last_tokens = last_tokens.pin_memory()
         last_tokens_tensor = last_tokens.to(self.device, non_blocking=True)

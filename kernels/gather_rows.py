@@ -71,7 +71,12 @@ class RowTable(NamedTuple):
         if not tensor.is_cpu:
             return cls(tensor)
         row_format = RowFormat.of(tensor.shape[1], tensor.dtype)
-        divisors = row_format.item.itemsize | tensor.data_ptr() | tensor.stride(0) * tensor.element_size()
+        divisors = (
+            row_format.item.itemsize
+            | tensor.data_ptr()
+            | int(tensor.storage_offset()) * tensor.element_size()
+            | tensor.stride(0) * tensor.element_size()
+        )
         word = next(dtype for size, dtype in _WORDS.items() if divisors % size == 0)
         words = tensor.view(word)
         return cls(tensor, words.numpy().view(row_format.item)[:, 0], words)
@@ -204,6 +209,7 @@ _TRITON_DTYPES = {
     torch.int64: tl.int64, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32, torch.float64: tl.float64, torch.bool: tl.int1,
 }  # fmt: skip
+CASTABLE = frozenset(_TRITON_DTYPES)  # dtypes between which rows may be converted
 
 
 class _FieldArguments(NamedTuple):
@@ -303,7 +309,7 @@ def _gather_field(d: LaunchDescriptor, f: int, slots: np.ndarray[Any, Any] | Non
         if source.addresses is not None and source.dtype is d.formats[f].dtype:
             _move_rows(source, output, d.formats[f])
         else:
-            _stack_rows(source, present, output.tensor, d.formats[f])
+            _stack_rows(source, present, output, d.formats[f])
     elif num_rows * output.raw.itemsize <= _SMALL_GATHER_BYTES:
         assert source.pool.raw is not None
         output.raw[:num_rows] = source.pool.raw[slots]
@@ -313,9 +319,9 @@ def _gather_field(d: LaunchDescriptor, f: int, slots: np.ndarray[Any, Any] | Non
         rows = output.tensor if num_rows == len(output.raw) else output.tensor[:num_rows]
         torch.index_select(words, 0, d.slots, out=rows.view(words.dtype))
     if present is not None:
-        output.tensor[:num_rows][present == 0] = 0
+        output.raw[:num_rows][present.numpy() == 0] = np.zeros((), output.raw.dtype)
     if num_rows < len(output.raw):
-        output.tensor[num_rows:] = 0
+        output.raw[num_rows:] = np.zeros((), output.raw.dtype)
     return output.raw[:num_rows]
 
 
@@ -323,14 +329,20 @@ def _move_rows(source: FieldSource, output: RowTable, row: RowFormat) -> None:
     """Copy dense rows of the output's own dtype, the fastest way for their number and size."""
     assert source.addresses is not None and output.raw is not None
     num_rows, row_bytes = len(source.addresses), row.item.itemsize
-    if num_rows <= _FEW_MOVES:
-        destination = output.tensor.data_ptr()
+    destination = output.tensor.data_ptr()
+    overlaps = (
+        destination - row_bytes < max(source.addresses) and min(source.addresses) < destination + output.tensor.nbytes
+    )
+    if overlaps and any(-row_bytes < address - destination < output.tensor.nbytes for address in source.addresses):
+        # Rows of an earlier batch at the same fixed addresses: read them all before writing one.
+        output.tensor[:num_rows] = _stacked(list(source.rows))[:, : row.width]  # type: ignore[arg-type]
+    elif num_rows <= _FEW_MOVES:
         for i, address in enumerate(source.addresses):
             ctypes.memmove(destination + i * row_bytes, address, row_bytes)
     elif num_rows * row_bytes <= _SMALL_GATHER_BYTES:
         output.raw[:num_rows] = _items_at(source.addresses, row.item)
     else:
-        _stack_rows(source, None, output.tensor, row)
+        _stack_rows(source, None, output, row)
 
 
 # Up to so many rows a memory move each beats everything else.
@@ -358,12 +370,15 @@ class _Window:
         }
 
 
-def _stack_rows(source: FieldSource, present: torch.Tensor | None, output: torch.Tensor, row: RowFormat) -> None:
+def _stack_rows(source: FieldSource, present: torch.Tensor | None, table: RowTable, row: RowFormat) -> None:
     """Write separate rows of one dtype, at least `row.width` wide, into the first rows of `output`."""
     rows: list[torch.Tensor] = [r for r in source.rows if r is not None]
+    output = table.tensor
     if present is not None:
         if rows:
-            output[: len(present)][present != 0] = _stacked(rows)[:, : row.width].to(row.dtype)
+            assert table.raw is not None
+            there = RowTable.over(_stacked(rows)[:, : row.width].to(row.dtype).contiguous())
+            table.raw[: len(present)][present.numpy() != 0] = there.raw
     elif rows[0].shape[0] == row.width and source.dtype is row.dtype:
         _stacked(rows, output if len(rows) == len(output) else output[: len(rows)])
     else:

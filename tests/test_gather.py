@@ -508,7 +508,7 @@ def test_default_device_and_dtype(machine, fields):
 
 
 REFUSED_CALLS = {
-    "too many": ({"count": 9}, dg.CapacityError, "a batch of 9 rows, but the assembler was made for 8"),
+    "too many": ({"count": 9}, dg.CapacityError, "a batch of 9 rows, but the assembler has max_batch_size=8"),
     "too much padding": ({"pad_to": 9}, dg.CapacityError, "a batch of 9 rows"),
     "too little padding": ({"pad_to": 1}, ValueError, "pad_to is 1, expected an integer of at least the 2 rows"),
     "odd padding": ({"pad_to": 2.0}, ValueError, "pad_to is 2.0"),

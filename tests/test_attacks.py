@@ -1,0 +1,188 @@
+"""What attempts to break the package found: each is kept here, with the fault that it guards against."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+
+import draftgather as dg
+from draftgather import mailbox as mailbox_module
+
+FIELDS = dg.eagle_fields(4, 64, torch.bfloat16)
+
+
+def a_row(value: float = 1.0) -> dict[str, torch.Tensor]:
+    return {
+        "topk_p": torch.full((4,), value),
+        "topk_index": torch.full((4,), int(value)),
+        "hidden_states": torch.full((64,), value, dtype=torch.bfloat16),
+    }
+
+
+def a_view(shrink_to: int) -> torch.Tensor:
+    base = torch.zeros(10, 64, dtype=torch.bfloat16)
+    view = base[3]
+    base.untyped_storage().resize_(shrink_to)
+    return view
+
+
+def test_view_of_freed_storage(machine):
+    """Guards against a crash: such a view has its offset as its address, not zero."""
+    row = a_row() | {"hidden_states": a_view(0)}
+    with pytest.raises(dg.MissingRowError, match="has no storage"):
+        dg.DraftAssembler(FIELDS, machine=machine).assemble_rows(**{name: [value] for name, value in row.items()})
+    with pytest.raises(dg.MissingRowError, match="has no storage"):
+        dg.DraftMailbox(FIELDS, 1).put(0, 1, **row)
+
+
+def test_freed_vectors_are_not_relayed(machine):
+    """Guards against lengths out of memory that is somebody else's by now."""
+    future_map = dg.FutureMap(FIELDS, 8, machine=machine)
+    freed = torch.arange(3)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(dg.RelayError, match="seq_lens has no storage"):
+        future_map.publish(torch.arange(1, 4), freed)
+    hidden = torch.zeros(3, 64, dtype=torch.bfloat16)
+    hidden.untyped_storage().resize_(0)
+    given = dg.EagleDraftInput(torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.int64), hidden, torch.arange(3))
+    with pytest.raises(dg.RelayError, match="hidden_states has no storage"):
+        future_map.stash(torch.arange(1, 4), given)
+
+
+def test_lists_under_a_default_device():
+    """Guards against a list's tensor on a device that the program made its default."""
+    mailbox = dg.DraftMailbox(FIELDS, 1)
+    torch.set_default_device("meta")
+    try:
+        mailbox.put(0, 1, topk_p=[0.5] * 4, topk_index=[1, 2, 3, 4], hidden_states=[2.0] * 64)
+    finally:
+        torch.set_default_device(None)
+    assert mailbox.view("topk_index")[0].tolist() == [1, 2, 3, 4]
+
+
+def test_invalid_rows_stay_invalid_when_stashed_again(machine):
+    """Guards against a missing seed that becomes a real one: resolve, then stash the same draft input."""
+    fields = (*FIELDS, dg.Field("seed", 2, torch.int32, optional=True))
+    future_map = dg.FutureMap(fields, 8, machine=machine)
+    rows = {name: [value, value] for name, value in a_row().items()} | {
+        "seed": [torch.ones(2, dtype=torch.int32), None]
+    }
+    indices = torch.tensor([3, 5])
+    relay = dg.Relay(future_map, indices, indices, indices)
+    dg.DraftAssembler(fields, machine=machine).assemble_rows(relay=relay, **rows)
+    batch = dg.ScheduleBatch([], "cpu", indices, indices, spec_info=dg.EagleDraftInput(future_indices=indices))
+    future_map.resolve(batch)
+    future_map.stash(indices, batch.spec_info)
+    assert future_map.valid["seed"][indices].tolist() == [True, False]
+
+
+def test_merge_keeps_validity():
+    """Guards against a merge outside overlap that forgets which rows are real."""
+    inputs = [dg.EagleDraftInput(bonus_tokens=torch.arange(2), extras={"seed": torch.ones(2, 2)}) for _ in range(2)]
+    inputs[1].valid["seed"] = torch.tensor([True, False])
+    inputs[0].merge_batch(inputs[1])
+    assert inputs[0].valid["seed"].tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, pickle.dumps])
+def test_future_map_is_not_copied(make):
+    """Guards against a copy whose tensors and bytes are two memories."""
+    with pytest.raises(TypeError, match="fixed addresses"):
+        make(dg.FutureMap(FIELDS, 4))
+
+
+@pytest.mark.parametrize("num_rows", [2, 8, 20])
+def test_rows_of_the_previous_batch(num_rows):
+    """Guards against rows that are overwritten before they are read: fixed outputs, fed back reversed."""
+    assembler = dg.DraftAssembler(FIELDS, max_batch_size=32, outputs="fixed")
+    rows = [a_row(float(i)) for i in range(num_rows)]
+    first = assembler.assemble_rows(**{name: [row[name] for row in rows] for name in rows[0]})
+    second = assembler.assemble_rows(**{name: list(tensor.flip(0)) for name, tensor in first.tensors.items()})
+    third = assembler.assemble_rows(
+        **{name: [tensor[i] for i in reversed(range(num_rows))] for name, tensor in second.tensors.items()}
+    )
+    assert third.tensors["topk_index"][:, 0].tolist() == list(range(num_rows))
+
+
+def test_absent_rows_of_any_dtype(machine):
+    """Guards dtypes for which torch has no masked fill."""
+    fields = (dg.Field("ids", 2, torch.int64), dg.Field("wide", 3, torch.uint64, optional=True))
+    rows = {"ids": [torch.ones(2, dtype=torch.int64)] * 2, "wide": [None, torch.ones(3, dtype=torch.uint64)]}
+    batch = dg.DraftAssembler(fields, machine=machine).assemble_rows(pad_to=3, **rows)
+    assert batch.present == {"ids": True, "wide": False}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row"),
+    [
+        (torch.uint8, [-1, 0]),
+        (torch.uint8, [256, 0]),
+        (torch.float32, [2**24 + 1, 0]),
+        (torch.float16, [1e10, 0.0]),
+        (torch.float32, [1e300, 0.0]),
+    ],
+)
+def test_lists_that_a_dtype_cannot_hold(dtype, row):
+    """Guards against numbers that wrap around, lose bits or become infinite in silence."""
+    problems = dg.DraftAssembler((dg.Field("x", 2, dtype),)).check_rows(x=[row])
+    assert [problem.error for problem in problems] == [dg.RowDtypeError]
+
+
+@pytest.mark.parametrize("source", [torch.complex64, torch.float8_e4m3fn, torch.uint32])
+def test_casts_that_the_kernel_lacks_are_refused(source, machine):
+    """Guards against an imaginary part that is dropped, and a cast that only the twin can do."""
+    fields = (dg.Field("x", 2, torch.float32, allow_cast=True),)
+    with pytest.raises(dg.RowDtypeError, match="has dtype"):
+        dg.DraftAssembler(fields, machine=machine).assemble_rows(x=[torch.zeros(2, dtype=source)])
+
+
+def test_unknown_presence_bits():
+    """Guards against a layout word with bits for fields that this list does not have."""
+    mailbox = dg.DraftMailbox(FIELDS, 1)
+    mailbox.put(0, 7, **a_row())
+    mailbox._tags[0, 2] |= 1
+    with pytest.raises(dg.SlotError, match="foreign layout"):
+        mailbox.accept([0], [7])
+
+
+@pytest.mark.parametrize("name", ["relay", "pad_to", "batch_outputs", "request_ids", "slot", "owner", "self"])
+def test_names_that_cannot_be_passed(name):
+    """Guards against a field that no call could be given."""
+    with pytest.raises(ValueError, match="not a free identifier"):
+        dg.Field(name, 1, torch.int64)
+
+
+def test_release_during_put(monkeypatch):
+    """Guards against a slot of the next tenant that the former one's put calls written."""
+    mailbox = dg.DraftMailbox(FIELDS, 1)
+    slot = mailbox.acquire()
+    real_move, moving, go_on = mailbox_module._memmove, threading.Event(), threading.Event()
+
+    def slow_move(*arguments: int) -> None:
+        moving.set()
+        assert go_on.wait(10)
+        real_move(*arguments)
+
+    monkeypatch.setattr(mailbox_module, "_memmove", slow_move)
+    caught: list[BaseException] = []
+
+    def put() -> None:
+        try:
+            mailbox.put(slot, 7, **a_row())
+        except dg.SlotError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    assert moving.wait(10)
+    mailbox.release(slot)
+    assert mailbox.acquire() == slot
+    go_on.set()
+    thread.join(10)
+    assert "released while its row was put" in str(caught[0])
+    with pytest.raises(dg.SlotError, match="not written yet"):
+        dg.DraftAssembler(FIELDS, mailbox=mailbox).assemble_slots([slot])
