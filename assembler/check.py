@@ -24,7 +24,7 @@ from draftgather.errors import (
 from draftgather.fields import Field
 from draftgather.kernels.gather_rows import are_distinct, are_in_range
 from draftgather.mailbox import DRAINING, FREE, HELD, WRITTEN, DraftMailbox
-from draftgather.rows import LOWEST_ADDRESS, has_memory, row_problem, to_row
+from draftgather.rows import LOWEST_ADDRESS, row_problem, to_row
 
 if TYPE_CHECKING:
     from draftgather.future_map import Relay
@@ -295,7 +295,7 @@ def check_relay_vector(values: object, name: str, num_rows: int, device: torch.d
         raise RelayError(f"{name} is on {values.device}, expected {device}")
     if values.shape != (num_rows,):
         raise RelayError(f"{name} has shape {tuple(values.shape)}, expected ({num_rows},)")
-    if num_rows and values.is_cpu and not has_memory(values):
+    if num_rows and values.is_cpu and values.data_ptr() < LOWEST_ADDRESS:
         raise RelayError(f"{name} has no storage any more")
     if values.dtype is not torch.int64 and values.dtype is not torch.int32:
         raise RelayError(f"{name} has dtype {values.dtype}, expected int64 or int32")

@@ -330,10 +330,10 @@ def _move_rows(source: FieldSource, output: RowTable, row: RowFormat) -> None:
     assert source.addresses is not None and output.raw is not None
     num_rows, row_bytes = len(source.addresses), row.item.itemsize
     destination = output.tensor.data_ptr()
-    overlaps = (
-        destination - row_bytes < max(source.addresses) and min(source.addresses) < destination + output.tensor.nbytes
-    )
-    if overlaps and any(-row_bytes < address - destination < output.tensor.nbytes for address in source.addresses):
+    end = destination + len(output.raw) * row_bytes
+    if max(source.addresses) > destination - row_bytes and any(
+        [destination - row_bytes < a < end for a in source.addresses]
+    ):
         # Rows of an earlier batch at the same fixed addresses: read them all before writing one.
         output.tensor[:num_rows] = _stacked(list(source.rows))[:, : row.width]  # type: ignore[arg-type]
     elif num_rows <= _FEW_MOVES:
