@@ -24,6 +24,13 @@ TILE_BYTES = 2048
 # dispatcher) beats torch.index_select; measured equal at about 8 rows of 14 KB.
 _SMALL_GATHER_BYTES = 96 * 1024
 
+# Up to so many rows a memory move each beats everything else.
+_FEW_MOVES = 8
+
+# Up to so many integers Python's own min, max and set beat NumPy: its code is in cache, between
+# batches of megabytes NumPy's reductions and sorts are not (at N=64: 8 us instead of 40).
+_FEW = 512
+
 _WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -345,10 +352,6 @@ def _move_rows(source: FieldSource, output: RowTable, row: RowFormat) -> None:
         _stack_rows(source, None, output, row)
 
 
-# Up to so many rows a memory move each beats everything else.
-_FEW_MOVES = 8
-
-
 def _items_at(addresses: list[int], item: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """[n] copies of the items at `addresses`: one fancy index, whatever lies between them."""
     first, last = min(addresses), max(addresses)
@@ -358,7 +361,10 @@ def _items_at(addresses: list[int], item: np.dtype[Any]) -> np.ndarray[Any, Any]
 
 
 class _Window:
-    """Memory as overlapping items, one beginning at each byte; only those that are indexed are touched."""
+    """Memory as overlapping items, one beginning at each byte.
+
+    Only the items that are indexed are touched, and those are rows that the check has seen alive.
+    """
 
     def __init__(self, first: int, last: int, item: np.dtype[Any]) -> None:
         self.__array_interface__ = {
@@ -430,11 +436,6 @@ def are_in_range(indices: np.ndarray[Any, Any], end: int) -> bool:
         return bool(min(values) >= 0 and max(values) < end)
     # As unsigned numbers, negative ones are too large: one pass instead of two.
     return bool(indices.view(_UNSIGNED[indices.itemsize]).max() < end)
-
-
-# Up to so many integers Python's own min, max and set beat NumPy: its code is in cache, between
-# batches of megabytes NumPy's reductions and sorts are not (at N=64: 8 us instead of 40).
-_FEW = 512
 
 
 def are_distinct(indices: np.ndarray[Any, Any]) -> bool:
