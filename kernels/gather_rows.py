@@ -27,8 +27,8 @@ _SMALL_GATHER_BYTES = 96 * 1024
 # Up to so many rows a memory move each beats everything else.
 _FEW_MOVES = 8
 
-# Up to so many integers Python's own min, max and set beat NumPy: its code is in cache, between
-# batches of megabytes NumPy's reductions and sorts are not (at N=64: 8 us instead of 40).
+# Up to so many integers Python's own min, max and set beat NumPy's reductions and sorts, whose code is
+# no longer in cache after the megabytes of the batch before.
 _FEW = 512
 
 _WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -44,7 +44,7 @@ _UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype("u4"), 8: np.dtype("u8")}
 _INT64 = np.dtype("i8")
 
 
-# What passes on the hot path are named tuples: frozen too, and made in a third of a frozen dataclass's time.
+# What passes on the hot path are named tuples: frozen too, and made in a quarter of a frozen dataclass's time.
 
 
 class RowFormat(NamedTuple):
