@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import torch
 
@@ -23,9 +23,10 @@ from draftgather.check import (
     slot_problems,
     value_problems,
 )
-from draftgather.completion import DONE, CompletionMarker
+from draftgather.completion import DONE, CompletionMarker, mark
 from draftgather.describe import StagingRing, describe
 from draftgather.draft_batch import DraftBatch
+from draftgather.draft_input import EagleDraftInput
 from draftgather.errors import Problem, RelayError, raise_problems
 from draftgather.fields import Field, RecordLayout, check_fields
 from draftgather.future_map import FutureMap, Relay, RelayTables
@@ -192,13 +193,17 @@ class DraftAssembler:
             0, 0, **{field.name: torch.zeros(field.width, dtype=field.dtype, device="cpu") for field in self.fields}
         )
         own = DraftAssembler(self.fields, self.device, 1, mailbox, machine=self._machine)
-        future_map = FutureMap(self.fields, 2, self.device)
+        future_map = FutureMap(self.fields, 2, self.device, machine=self._machine)
         one = torch.ones(1, dtype=torch.int64, device=self.device)
         relay = Relay(future_map, one, one, one)
         rows = {field.name: [torch.zeros(field.width, dtype=field.dtype, device=self.device)] for field in self.fields}
         for batch_outputs, given in ((True, None), (True, relay), (False, relay)):
             own.assemble_slots([0], relay=given, batch_outputs=batch_outputs)
             own.assemble_rows(None, relay=given, batch_outputs=batch_outputs, **rows)  # type: ignore[arg-type]
+        # A future map of the same fields launches the same variants, whatever its size.
+        running = SimpleNamespace(spec_info=EagleDraftInput(future_indices=one), seq_lens=one)
+        future_map.resolve(running)
+        future_map.stash(one, running.spec_info)
 
     @property
     def num_staging_buffers(self) -> int:
@@ -270,7 +275,9 @@ class DraftAssembler:
                 tensors[field.name] = table.tensor.zero_()
         elif batch_outputs:
             tensors = dict(self._no_rows)
-        return DraftBatch(tensors, "empty", self._all_present, DONE, 0, num_padded)
+        # Zeroing padding is work on the stream like any other.
+        done = mark(self.device) if tensors and num_padded else DONE
+        return DraftBatch(tensors, "empty", self._all_present, done, 0, num_padded)
 
     def _zeros(self, num_rows: int, field: Field) -> torch.Tensor:
         return torch.zeros((num_rows, field.width), dtype=field.dtype, device=self.device)

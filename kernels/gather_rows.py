@@ -377,7 +377,7 @@ class _Window:
 
 
 def _stack_rows(source: FieldSource, present: torch.Tensor | None, table: RowTable, row: RowFormat) -> None:
-    """Write separate rows of one dtype, at least `row.width` wide, into the first rows of `output`."""
+    """Write separate rows of one dtype, at least `row.width` wide, into the first rows of `table`."""
     rows: list[torch.Tensor] = [r for r in source.rows if r is not None]
     output = table.tensor
     if present is not None:
