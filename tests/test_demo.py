@@ -152,7 +152,8 @@ def test_resolve_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     resolve = FutureMap.resolve
     monkeypatch.setattr(FutureMap, "resolve", lambda self, batch: (calls.append(1), resolve(self, batch)))
     figures = run()
-    assert len(calls) == figures.launches == figures.batches
+    # One more: the assembler's warm-up resolves once.
+    assert len(calls) - 1 == figures.launches == figures.batches
 
 
 def test_threads_and_launch_are_restored() -> None:
