@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,22 +20,23 @@ from draftgather.machine import as_device
 from draftgather.mailbox import DraftMailbox
 
 # A request's attribute for each of EAGLE's fields.
-_REQUEST_ROWS = {
+REQUEST_ROWS = {
     "topk_p": "output_topk_p",
     "topk_index": "output_topk_index",
     "hidden_states": "hidden_states_tensor",
 }
 
+# What an assembler is first made for; a larger batch makes it anew.
+_MAX_BATCH_SIZE = 512
+
 _mailbox: DraftMailbox | None = None
-# One assembler a configuration, for the life of the process.
-_assemblers: dict[tuple[object, ...], DraftAssembler] = {}
 
 
 def use_mailbox(mailbox: DraftMailbox | None) -> None:
     """Name the mailbox in which a request's `draft_slot` is a slot; None: requests bring their own rows."""
     global _mailbox
     _mailbox = mailbox
-    _assemblers.clear()
+    eagle_rows.cache_clear()
 
 
 def build_eagle_disagg_draft_input(
@@ -55,18 +57,14 @@ def build_eagle_disagg_draft_input(
     """
     if batch.enable_overlap and future_map is None:
         raise RelayError("under overlap the rows are relayed, but future_map is None")
-    fields = _fields(batch, server_args, future_map)
-    device = as_device(batch.device)
+    rows = _configured_rows(batch, server_args, future_map)
     is_fused = batch.enable_overlap and isinstance(future_map, FutureMap)
     relay = Relay(future_map, batch.req_pool_indices, batch.seq_lens, last_tokens_tensor) if is_fused else None
-    if batch.reqs:
-        rows = _assemble(fields, device, batch.reqs, relay).tensors
-    else:
-        rows = {f.name: torch.empty((0, f.width), dtype=f.dtype, device=device) for f in fields}
+    tensors = rows.assemble(batch.reqs, relay).tensors if batch.reqs else rows.empty()
     draft_input = EagleDraftInput(
-        topk_p=rows["topk_p"],
-        topk_index=rows["topk_index"],
-        hidden_states=rows["hidden_states"],
+        topk_p=tensors["topk_p"],
+        topk_index=tensors["topk_index"],
+        hidden_states=tensors["hidden_states"],
         bonus_tokens=last_tokens_tensor,
         capture_hidden_mode=CaptureHiddenMode.LAST,
     )
@@ -91,16 +89,105 @@ def build_bonus_disagg_draft_input(batch: Any, last_tokens_tensor: torch.Tensor,
     return draft_input
 
 
-def _fields(batch: Any, server_args: Any, future_map: Any) -> tuple[Field, ...]:
-    """EAGLE's fields as configured now. The future map is the source of truth for the hidden states."""
+class EagleRows:
+    """The draft rows of requests in one configuration, on one device, and the assemblers for them."""
+
+    def __init__(self, fields: tuple[Field, ...], device: torch.device) -> None:
+        self.fields = fields
+        self.device = device
+        self._wide = _as_metadata(fields)
+        self._by_row = DraftAssembler(self._wide, device, _MAX_BATCH_SIZE)
+        self._by_slot: DraftAssembler | None = None
+        if _mailbox is not None and _mailbox.layout.fingerprint == RecordLayout.of(fields).fingerprint:
+            self._by_slot = DraftAssembler(fields, device, _MAX_BATCH_SIZE, _mailbox)
+
+    def assemble(self, reqs: Sequence[Any], relay: Relay | None) -> DraftBatch:
+        """Row i is that of reqs[i]. Raises DraftRowError, naming requests, before anything is written."""
+        request_ids = [req.rid for req in reqs]
+        if len(reqs) > self._by_row.max_batch_size:
+            self._grow(_power_of_two(len(reqs)))
+        if _mailbox is not None:
+            return self._assemble_slots(_mailbox, reqs, request_ids, relay)
+        rows: dict[str, Any] = {
+            name: [getattr(req, attribute, None) for req in reqs] for name, attribute in REQUEST_ROWS.items()
+        }
+        return self._by_row.assemble_rows(request_ids, relay=relay, **rows)
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        """The tensors of no rows."""
+        return {f.name: torch.empty((0, f.width), dtype=f.dtype, device=self.device) for f in self.fields}
+
+    def _assemble_slots(
+        self, mailbox: DraftMailbox, reqs: Sequence[Any], request_ids: Sequence[object], relay: Relay | None
+    ) -> DraftBatch:
+        """Records of the mailbox, where every request has one of just these fields; else views of them, and rows."""
+        slots = [getattr(req, "draft_slot", None) for req in reqs]
+        _check_slots(mailbox, reqs, slots)
+        if self._by_slot is not None and None not in slots:
+            return self._by_slot.assemble_slots(slots, None, request_ids, relay=relay)  # type: ignore[arg-type]
+        rows = {f.name: [_row(f.name, req, mailbox) for req in reqs] for f in self.fields}
+        assembled = self._by_row.assemble_rows(request_ids, relay=relay, **rows)  # type: ignore[arg-type]
+        # Views of records were read: they are not freed before the launch is done.
+        read = [slot for slot in slots if slot is not None]
+        mailbox.note_readers(as_int64(read, "slots"), assembled.done)
+        return assembled
+
+    def _grow(self, max_batch_size: int) -> None:
+        self._by_row = DraftAssembler(self._wide, self.device, max_batch_size)
+        if self._by_slot is not None:
+            self._by_slot = DraftAssembler(self.fields, self.device, max_batch_size, self._by_slot.mailbox)
+
+
+@lru_cache(maxsize=64)
+def eagle_rows(
+    topk: int,
+    num_steps: int,
+    hidden_size: int,
+    hidden_dtype: torch.dtype,
+    device: torch.device,
+    casting: frozenset[str] = frozenset(),
+) -> EagleRows:
+    """The rows of one configuration, made once. casting: names of the fields that may be cast."""
+    fields = eagle_fields(topk, hidden_size, hidden_dtype, num_steps=num_steps)
+    return EagleRows(tuple(replace(f, allow_cast=f.name in casting) for f in fields), device)
+
+
+def assemble_requests(
+    fields: tuple[Field, ...], attributes: Mapping[str, str], device: torch.device, reqs: Sequence[Any]
+) -> dict[str, torch.Tensor]:
+    """Any fields' rows [b, width] of requests that hold them in `attributes`, by field name. No requests: no rows."""
+    rows: dict[str, Any] = {
+        f.name: [getattr(req, attributes.get(f.name, f.name), None) for req in reqs] for f in fields
+    }
+    assembler = _assembler_of(_as_metadata(fields), device, max(_MAX_BATCH_SIZE, _power_of_two(len(reqs))))
+    return dict(assembler.assemble_rows([req.rid for req in reqs], **rows).tensors)
+
+
+@lru_cache(maxsize=64)
+def _assembler_of(fields: tuple[Field, ...], device: torch.device, max_batch_size: int) -> DraftAssembler:
+    return DraftAssembler(fields, device, max_batch_size)
+
+
+def _as_metadata(fields: tuple[Field, ...]) -> tuple[Field, ...]:
+    """The same fields of metadata rows, which hold more states than are asked for."""
+    return tuple(replace(f, leading=True) if f.name in ("topk_p", "topk_index") else f for f in fields)
+
+
+def _power_of_two(number: int) -> int:
+    """The next one that is not below."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def _configured_rows(batch: Any, server_args: Any, future_map: Any) -> EagleRows:
+    """As configured now. The future map is the source of truth for the hidden states."""
     steps = server_args.speculative_num_steps if server_args.enable_multi_layer_eagle else 1
-    hidden = next((f for f in getattr(future_map, "fields", ()) if f.name == "hidden_states"), None)
+    relayed: Sequence[Field] = getattr(future_map, "fields", ())
+    hidden = next((f for f in relayed if f.name == "hidden_states"), None)
     if hidden is None:
         hidden = _hidden_field_of_rows(batch)
     width, dtype = (1, torch.float32) if hidden is None else (hidden.width, hidden.dtype)
-    fields = eagle_fields(server_args.speculative_eagle_topk, width, dtype, num_steps=steps)
-    casting = {f.name for f in getattr(future_map, "fields", ()) if f.allow_cast}
-    return tuple(replace(f, allow_cast=f.name in casting) for f in fields)
+    casting = frozenset([f.name for f in relayed if f.allow_cast])
+    return eagle_rows(server_args.speculative_eagle_topk, steps, width, dtype, as_device(batch.device), casting)
 
 
 def _hidden_field_of_rows(batch: Any) -> Field | None:
@@ -113,51 +200,20 @@ def _hidden_field_of_rows(batch: Any) -> Field | None:
     return None
 
 
-def _assemble(fields: tuple[Field, ...], device: torch.device, reqs: Sequence[Any], relay: Relay | None) -> DraftBatch:
-    request_ids = [req.rid for req in reqs]
-    slots = [getattr(req, "draft_slot", None) for req in reqs]
-    _check_slots(reqs, slots)
-    layout = RecordLayout.of(fields)
-    if _mailbox is not None and _mailbox.layout.fingerprint == layout.fingerprint and None not in slots:
-        assembler = _assembler(fields, device, len(reqs), _mailbox)
-        return assembler.assemble_slots(slots, None, request_ids, relay=relay)  # type: ignore[arg-type]
-    wide = tuple(replace(f, leading=f.name != "hidden_states") for f in fields)
-    assembler = _assembler(wide, device, len(reqs), None)
-    rows = {f.name: [_row(f.name, req) for req in reqs] for f in fields}
-    assembled = assembler.assemble_rows(request_ids, relay=relay, **rows)  # type: ignore[arg-type]
-    if _mailbox is not None:
-        # Views of records were read: they are not freed before the launch is done.
-        read = [slot for slot in slots if slot is not None]
-        _mailbox.note_readers(as_int64(read, "slots"), assembled.done)
-    return assembled
-
-
-def _check_slots(reqs: Sequence[Any], slots: Sequence[int | None]) -> None:
+def _check_slots(mailbox: DraftMailbox, reqs: Sequence[Any], slots: Sequence[int | None]) -> None:
     """Of the requests that have a slot: it is written, and its owner is theirs where they name one."""
-    if _mailbox is None:
-        return
     problems: list[Problem] = []
     for i, (req, slot) in enumerate(zip(reqs, slots, strict=True)):
         if slot is not None:
             owner = getattr(req, "draft_owner", None)
             owners = None if owner is None else as_int64([owner], "owners")
-            found = slot_problems(_mailbox, as_int64([slot], "slots"), owners, [req.rid])
+            found = slot_problems(mailbox, as_int64([slot], "slots"), owners, [req.rid])
             problems += [replace(problem, position=i) for problem in found]
     raise_problems(problems)
 
 
-def _row(name: str, req: Any) -> object:
+def _row(name: str, req: Any, mailbox: DraftMailbox) -> object:
     slot = getattr(req, "draft_slot", None)
-    if slot is not None and _mailbox is not None and any(f.name == name for f in _mailbox.fields):
-        return _mailbox.row(name, slot)
-    return getattr(req, _REQUEST_ROWS[name], None)
-
-
-def _assembler(
-    fields: tuple[Field, ...], device: torch.device, num_rows: int, mailbox: DraftMailbox | None
-) -> DraftAssembler:
-    max_batch_size = max(512, 1 << (num_rows - 1).bit_length())
-    key = (fields, device, max_batch_size, mailbox is not None)
-    if key not in _assemblers:
-        _assemblers[key] = DraftAssembler(fields, device, max_batch_size, mailbox)
-    return _assemblers[key]
+    if slot is not None and any(f.name == name for f in mailbox.fields):
+        return mailbox.row(name, slot)
+    return getattr(req, REQUEST_ROWS[name], None)

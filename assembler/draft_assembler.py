@@ -29,7 +29,7 @@ from draftgather.draft_batch import DraftBatch
 from draftgather.draft_input import EagleDraftInput
 from draftgather.errors import Problem, RelayError, raise_problems
 from draftgather.fields import Field, RecordLayout, check_fields
-from draftgather.future_map import FutureMap, Relay, RelayTables
+from draftgather.future_map import FutureMap, Relay, RelayMemory, RelayTables
 from draftgather.kernels.gather_rows import RelayTarget, RowTable
 from draftgather.launch import launch
 from draftgather.locate import Located, locate_rows, locate_slots
@@ -92,7 +92,7 @@ class DraftAssembler:
             self._ring = StagingRing(StagingRing.bytes_for(self.fields, max_batch_size), self._machine.pins)
         # Sources that a launch reads by address, and the allocators cannot see it: kept until its marker.
         self._in_flight: deque[tuple[CompletionMarker, object]] = deque()
-        self._last_relay: tuple[FutureMap, RelayTables] | None = None
+        self._last_relay: tuple[RelayMemory, RelayTables] | None = None
 
     # -- the two ways in
 
@@ -282,7 +282,7 @@ class DraftAssembler:
     def _zeros(self, num_rows: int, field: Field) -> torch.Tensor:
         return torch.zeros((num_rows, field.width), dtype=field.dtype, device=self.device)
 
-    def _relay_tables(self, future_map: FutureMap) -> RelayTables:
+    def _relay_tables(self, future_map: RelayMemory) -> RelayTables:
         """The map's tables for our fields; checked once for each map."""
         if self._last_relay is None or self._last_relay[0] is not future_map:
             self._last_relay = (future_map, future_map.tables_for(self.fields))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -28,6 +28,19 @@ class RelayTables(NamedTuple):
 
     fields: tuple[RowTable | None, ...]
     valid: tuple[torch.Tensor | None, ...]
+
+
+class RelayMemory(Protocol):
+    """What a launch that relays writes to: a FutureMap, or an engine's own."""
+
+    device: torch.device
+    num_slots: int
+    seq_lens_table: RowTable
+    bonus_tokens_table: RowTable
+
+    def tables_for(self, fields: Sequence[Field]) -> RelayTables: ...
+
+    def raise_fence(self) -> None: ...
 
 
 class FutureMap:
@@ -289,7 +302,7 @@ class Relay:
     seq_lens, bonus_tokens: [b] int64 or int32.
     """
 
-    future_map: FutureMap
+    future_map: RelayMemory
     future_indices: torch.Tensor
     seq_lens: torch.Tensor
     bonus_tokens: torch.Tensor

@@ -158,9 +158,9 @@ def test_one_assembler_a_configuration():
     rows = metadata_rows(2)
     for _ in range(3):
         build(make_batch(rows, overlap=False), None, topk=4)
-    assert len(builder._assemblers) == 1
+    assert builder.eagle_rows.cache_info().currsize == 1
     build(make_batch(rows, overlap=False), None, topk=1)
-    assert len(builder._assemblers) == 2
+    assert builder.eagle_rows.cache_info().currsize == 2
 
 
 def test_larger_batch_than_any_before():
