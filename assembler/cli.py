@@ -1,4 +1,4 @@
-"""The command line: `draftgather demo`, `draftgather doctor`."""
+"""The command line: `draftgather demo`, `draftgather doctor`, `draftgather bench`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
 from time import monotonic
@@ -150,6 +150,58 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         typer.echo(json.dumps(asdict(diagnosis), indent=2))
     else:
         _print_diagnosis(diagnosis, Console())
+
+
+@app.command()
+def bench(
+    sglang: Annotated[Path, typer.Option(help="The folder that holds the package sglang, such as its site-packages.")],
+    sizes: Annotated[list[int], typer.Option("--size", min=1, help="Rows a batch; may be given several times.")] = [  # noqa: B006
+        *(1, 2, 4, 8, 16, 64, 256)
+    ],
+    trace: Annotated[
+        Path | None, typer.Option(help="Arrivals of a Mooncake trace (JSON lines); by default they are generated.")
+    ] = None,
+    hidden_size: Annotated[int, typer.Option(min=1, max=1 << 16)] = 7168,
+    topk: Annotated[int, typer.Option(min=1, max=16)] = 4,
+    tick_ms: Annotated[float, typer.Option(callback=_check_factor, help="From one scheduler tick to the next.")] = 20.0,
+    speed_up: Annotated[
+        float, typer.Option(callback=_check_factor, help="How many times faster requests arrive.")
+    ] = 16.0,
+    limit: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = _NUM_GENERATED,
+    pool: Annotated[int, typer.Option(min=1, help="Requests that batches are made of; none below the largest.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1)] = 20,
+    turn: Annotated[int, typer.Option(min=1, help="Calls a path makes in its turn.")] = 8,
+) -> None:
+    """Run a real sglang's builder and the plugged-in one in turns: host time a batch, and the stall a tick.
+
+    One CPU thread. Exit code: 0, 1 if a byte differs, 2 if sglang cannot be used.
+    """
+    from draftgather.bench.sglang_builder import SglangBench, SglangNotUsable
+
+    torch.set_num_threads(1)
+    arrivals, _ = _arrivals(trace, True, 0, limit)
+    try:
+        work = SglangBench(sglang, hidden_size, topk, max(pool, *sizes))
+    except SglangNotUsable as error:
+        _fail(str(error))
+    console = Console()
+    caption = f"hidden {hidden_size} bf16, top-k {topk}, overlap on, one thread; µs, medians"
+    table = Table(
+        "case", "N", "sglang", "draftgather", "fused", title=f"builder, sglang {work.version}", caption=caption
+    )
+    for case in ("rotating", "hot"):
+        for num_rows in sizes:
+            f = work.measure(case, num_rows, rounds, turn)
+            ours = [f"{us:.0f} ({f.sglang_us / us:.2f}x)" for us in (f.draftgather_us, f.fused_us)]
+            table.add_row(f.case, str(f.num_rows), f"{f.sglang_us:.0f}", *ours)
+    console.print(table)
+    ticks = (replace(arrival, time_ms=arrival.time_ms / speed_up) for arrival in arrivals)
+    table = Table("builder", "ticks", "p50 µs", "p99 µs", "total ms", title=f"stall a tick of {tick_ms:g} ms")
+    for stall in work.replay(ticks, tick_ms):
+        table.add_row(
+            stall.path, str(stall.ticks), f"{stall.p50_us:.0f}", f"{stall.p99_us:.0f}", f"{stall.total_ms:.1f}"
+        )
+    console.print(table)
 
 
 def _arrivals(trace: Path | None, jitter: bool, seed: int, limit: int | None) -> tuple[Iterator[Arrival], int]:

@@ -105,6 +105,11 @@ class Node:
         else:
             batch.process_prebuilt(self.future_map)
 
+    def build(self, batch: Any, last_tokens_tensor: torch.Tensor) -> Any:
+        """The polymorphic call in `process_prebuilt` alone."""
+        settings = (self.server_args,) if self._takes_server_args else ()
+        return self.algorithm.build_disagg_draft_input(batch, *settings, last_tokens_tensor, self.future_map)
+
     def resolve(self, batch: Any) -> None:
         """The next iteration's forward entry: spec_info is filled from the future map."""
         batch.prefill_input_ids_cpu = None

@@ -160,8 +160,6 @@ def node_row(node):
 @pytest.mark.parametrize("algorithm", ["NONE", "NGRAM", "STANDALONE"])
 def test_other_algorithms_are_untouched(drop_in, algorithm):
     """What does not go through EAGLE's builder does not go through ours."""
-    if algorithm == "STANDALONE" and not hasattr(overlap_utils, "RelayPayload"):
-        pytest.skip("up to 0.5.14 STANDALONE stashes a bare tensor, which its own resolve does not read")
     twins = Twins(drop_in, algorithm=algorithm)
     try:
         stock, ours = twins.process([1, 2])

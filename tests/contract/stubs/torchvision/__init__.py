@@ -3,6 +3,7 @@
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import ClassVar
 from unittest.mock import MagicMock
 
 __version__ = "0.0"
@@ -10,7 +11,7 @@ __path__: list = []
 
 
 class _Anything(ModuleType):
-    __path__: list = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name):
         if name.startswith("__"):
