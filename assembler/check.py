@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,8 +22,9 @@ from draftgather.errors import (
     SlotError,
 )
 from draftgather.fields import Field
-from draftgather.kernels.gather_rows import are_distinct, are_in_range
+from draftgather.kernels.gather_rows import FieldSource, RowTable, are_distinct, are_in_range
 from draftgather.mailbox import DRAINING, FREE, HELD, WRITTEN, DraftMailbox
+from draftgather.memory import CACHED_FROM_BYTES, HostBlockCache
 from draftgather.rows import LOWEST_ADDRESS, row_problem, to_row
 
 if TYPE_CHECKING:
@@ -32,15 +33,6 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
-
-
-class FieldRows(NamedTuple):
-    """The separate rows of one field, checked."""
-
-    rows: Sequence[torch.Tensor | None]  # [b] tensors [>= width] of one dtype; None where an optional one is absent
-    dtype: torch.dtype  # of the rows; the field's own, or convertible to it
-    is_copied: bool  # some came as lists or in several dtypes, and are copies of the library's now
-    addresses: list[int] | None = None  # [b] of dense rows; None: some are not dense, or absent
 
 
 def as_int64(values: object, what: str) -> Int64Array:
@@ -147,6 +139,10 @@ def as_row_lists(rows: Mapping[str, Iterable[object] | None]) -> dict[str, Seque
 
 def check_row_lists(fields: Sequence[Field], rows: Mapping[str, Sequence[object] | None]) -> int:
     """The number of rows b, the same in every field's list. A list that is left out is one of missing rows."""
+    if len(rows) == len(fields) and all([field.name in rows for field in fields]):
+        lengths = {-1 if given is None else len(given) for given in rows.values()}
+        if len(lengths) == 1 and -1 not in lengths:
+            return lengths.pop()
     counts = {}
     for field in fields:
         given = rows.get(field.name)
@@ -165,7 +161,7 @@ def check_row_lists(fields: Sequence[Field], rows: Mapping[str, Sequence[object]
     return next(iter(counts.values()), 0)
 
 
-def plain_rows(field: Field, given: Sequence[object] | None, device: torch.device) -> FieldRows | None:
+def plain_rows(field: Field, given: Sequence[object] | None, device: torch.device) -> FieldSource | None:
     """The rows of one field where they are plainly right; None where that takes a closer look.
 
     Plain are tensors of the field's dtype on the CPU or `device`, dense, all of one good shape. A row whose
@@ -191,7 +187,39 @@ def plain_rows(field: Field, given: Sequence[object] | None, device: torch.devic
     # Only a row of one element can be contiguous and lazily negated (an imaginary part is strided).
     if min(addresses) < LOWEST_ADDRESS or (shape[0] == 1 and any([row.is_neg() for row in given])):  # type: ignore[attr-defined]
         return None
-    return FieldRows(given, dtype, False, addresses)  # type: ignore[arg-type]
+    return FieldSource(None, given, dtype, addresses)  # type: ignore[arg-type]
+
+
+def stacked_rows(field: Field, given: Sequence[object] | None, blocks: HostBlockCache) -> FieldSource | None:
+    """The rows of one field, read into a table of their own where they are plainly right; else None.
+
+    For the twin: torch.stack compares all shapes, devices and layouts before it writes, faster than
+    Python can. What it does not look at is looked at before: it would convert another dtype, and
+    crash on a row whose storage is gone (that row has no address).
+    """
+    if given is None:
+        return None
+    first, dtype = given[0], field.dtype
+    if type(first) is not torch.Tensor or first.ndim != 1:
+        return None
+    width = first.shape[0]
+    if width != field.width and not (field.leading and width > field.width):
+        return None
+    try:
+        for row in given:
+            if type(row) is not torch.Tensor or row.dtype is not dtype or row.data_ptr() < LOWEST_ADDRESS:
+                return None
+        if width == field.width and len(given) * width * dtype.itemsize >= CACHED_FROM_BYTES:
+            table = blocks.table(len(given), field.format)
+            torch.stack(given, out=table.tensor)  # type: ignore[arg-type]
+        else:
+            stacked = torch.stack(given)  # type: ignore[arg-type]
+            if not stacked.is_cpu or stacked.requires_grad:
+                return None
+            table = RowTable(stacked if width == field.width else stacked[:, : field.width].contiguous())
+    except RuntimeError:  # another shape or device, no address, or a row that requires grad
+        return None
+    return FieldSource(None, given, dtype, stacked=table)  # type: ignore[arg-type]
 
 
 def row_problems(
@@ -213,20 +241,19 @@ def row_problems(
     return sorted(problems, key=lambda problem: problem.position)
 
 
-def converted_rows(field: Field, given: Sequence[object] | None, num_rows: int) -> FieldRows:
-    """The rows of one field that `row_problems` found good."""
+def converted_rows(field: Field, given: Sequence[object] | None, num_rows: int) -> tuple[FieldSource, bool]:
+    """The rows of one field that `row_problems` found good, and whether some are copies of the library's now."""
     if given is None:
-        return FieldRows((None,) * num_rows, field.dtype, False)
+        return FieldSource(None, (None,) * num_rows, field.dtype), False
     tensors = [to_row(field, row) for row in given]
     is_copied = any(not isinstance(row, (torch.Tensor, type(None))) for row in given)
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     shapes = {tensor.shape for tensor in tensors if tensor is not None}
     if len(dtypes) <= 1 and len(shapes) <= 1:
-        return FieldRows(tensors, next(iter(dtypes), field.dtype), is_copied)
+        return FieldSource(None, tensors, next(iter(dtypes), field.dtype)), is_copied
     # Rows of several dtypes or widths: each is brought to the field's own.
-    return FieldRows(
-        [None if t is None else t.detach()[: field.width].to(field.dtype) for t in tensors], field.dtype, True
-    )
+    rows = [None if t is None else t.detach()[: field.width].to(field.dtype) for t in tensors]
+    return FieldSource(None, rows, field.dtype), True
 
 
 # -- debug mode

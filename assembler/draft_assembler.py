@@ -21,6 +21,7 @@ from draftgather.check import (
     plain_rows,
     row_problems,
     slot_problems,
+    stacked_rows,
     value_problems,
 )
 from draftgather.completion import DONE, CompletionMarker, mark
@@ -30,11 +31,12 @@ from draftgather.draft_input import EagleDraftInput
 from draftgather.errors import Problem, RelayError, raise_problems
 from draftgather.fields import Field, RecordLayout, check_fields
 from draftgather.future_map import FutureMap, Relay, RelayMemory, RelayTables
-from draftgather.kernels.gather_rows import RelayTarget, RowTable
+from draftgather.kernels.gather_rows import FieldSource, RelayTarget, RowTable
 from draftgather.launch import launch
 from draftgather.locate import Located, locate_rows, locate_slots
 from draftgather.machine import Machine, as_device, machine_for
 from draftgather.mailbox import DraftMailbox
+from draftgather.memory import HostBlockCache
 from draftgather.outputs import OutputMemory, OutputMode, make_outputs
 
 
@@ -87,6 +89,7 @@ class DraftAssembler:
         self._no_outputs = (None,) * len(self.fields)
         self._no_rows = {field.name: self._zeros(0, field) for field in self.fields}
         self._all_present = MappingProxyType(dict.fromkeys(self._names, True))
+        self._blocks = HostBlockCache()
         self._ring: StagingRing | None = None
         if self._machine.has_kernel:
             self._ring = StagingRing(StagingRing.bytes_for(self.fields, max_batch_size), self._machine.pins)
@@ -151,17 +154,18 @@ class DraftAssembler:
         num_padded = self._check_call(num_rows, request_ids, relay, pad_to, batch_outputs)
         if num_rows == 0:
             return self._empty(num_padded, batch_outputs)
-        plain = [plain_rows(field, lists.get(field.name), self.device) for field in self.fields]
-        if None in plain:
+        if self._machine.has_kernel:
+            plain = [plain_rows(field, lists.get(field.name), self.device) for field in self.fields]
+        else:
+            plain = [stacked_rows(field, lists.get(field.name), self._blocks) for field in self.fields]
+        sources, is_copied = [source for source in plain if source is not None], False
+        if len(sources) < len(plain):
             raise_problems(row_problems(self.fields, lists, request_ids, self.device))
-        checked = [
-            found or converted_rows(field, lists.get(field.name), num_rows)
-            for field, found in zip(self.fields, plain, strict=True)
-        ]
+            sources, is_copied = self._converted(plain, lists, num_rows)
         if self.debug:
-            values = [r.rows for r in checked]
+            values = [source.rows for source in sources]
             raise_problems(value_problems(self.fields, values, request_ids, self.vocab_size))
-        located = locate_rows(self.fields, checked, request_ids, self._machine)
+        located = locate_rows(self.fields, sources, is_copied, request_ids, self._machine)
         return self._launch(located, relay, num_padded, batch_outputs)
 
     # -- the same checks without raising
@@ -237,10 +241,20 @@ class DraftAssembler:
             raise ValueError("batch_outputs=False without a relay would write nothing")
         return num_padded
 
+    def _converted(
+        self, plain: Sequence[FieldSource | None], rows: Mapping[str, Sequence[object] | None], num_rows: int
+    ) -> tuple[list[FieldSource], bool]:
+        """The sources, those converted that are not plain; and whether some rows were copied for that."""
+        converted = [
+            (source, False) if source is not None else converted_rows(field, rows.get(field.name), num_rows)
+            for field, source in zip(self.fields, plain, strict=True)
+        ]
+        return [source for source, _ in converted], any(is_copied for _, is_copied in converted)
+
     def _launch(self, located: Located, relay: Relay | None, num_padded: int, batch_outputs: bool) -> DraftBatch:
         if located.num_rows == 0:
             return self._empty(num_padded, batch_outputs)
-        outputs = self._outputs.take(num_padded) if batch_outputs else self._no_outputs
+        outputs = self._outputs.take(num_padded, located.sources) if batch_outputs else self._no_outputs
         staging = None if self._ring is None else self._ring.take()
         target = None if relay is None else self._relay_target(relay)
         descriptor = describe(self._formats, located, outputs, num_padded, target, staging, self._machine)

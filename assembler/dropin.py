@@ -169,7 +169,7 @@ class DropIn:
         reqs = batch.reqs
         if not reqs:
             return "empty batch"
-        if torch.device(batch.device).type not in _DEVICES:
+        if str(batch.device).partition(":")[0] not in _DEVICES:
             return f"device {batch.device}"
         if getattr(settings, "speculative_use_rejection_sampling", False):
             return "rejection sampling"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from draftgather.check import FieldRows, Int64Array
+from draftgather.check import Int64Array
 from draftgather.draft_batch import Route
 from draftgather.errors import Problem, RowDeviceError, raise_problems
 from draftgather.fields import Field
@@ -41,25 +41,29 @@ def locate_slots(mailbox: DraftMailbox, slots: Int64Array, machine: Machine) -> 
 
 
 def locate_rows(
-    fields: Sequence[Field], rows: Sequence[FieldRows], request_ids: Sequence[object] | None, machine: Machine
+    fields: Sequence[Field],
+    sources: Sequence[FieldSource],
+    is_copied: bool,
+    request_ids: Sequence[object] | None,
+    machine: Machine,
 ) -> Located:
-    """Rows that are separate tensors: read in place where the device can read every one of them."""
-    num_rows = len(rows[0].rows)
-    if machine.has_kernel:
-        rows = [r if r.addresses else r._replace(rows=[_dense(row) for row in r.rows]) for r in rows]
-    sources = tuple([FieldSource(rows=r.rows, dtype=r.dtype, addresses=r.addresses) for r in rows])
+    """Rows that are separate tensors: read in place where the device can read every one of them.
+
+    is_copied: some are copies already, of lists or of rows in several dtypes.
+    """
+    num_rows = len(sources[0].rows)
+    route: Route = "staged" if is_copied else "pointers"
     present: list[np.ndarray[Any, np.dtype[np.bool_]] | None] = [None] * len(fields)
     all_present = True
     for f, field in enumerate(fields):
-        if field.optional and any([row is None for row in rows[f].rows]):
-            present[f], all_present = np.array([row is not None for row in rows[f].rows]), False
-    if machine.has_kernel and not all(machine.can_read(t) for r in rows for t in r.rows if t is not None):
-        problems = _device_problems(fields, rows, request_ids, machine)
-        raise_problems(problems)
-        route: Route = "staged"
-    else:
-        route = "staged" if any(r.is_copied for r in rows) else "pointers"
-    return Located(route, num_rows, sources, None, tuple(present), all_present)
+        if field.optional and any([row is None for row in sources[f].rows]):
+            present[f], all_present = np.array([row is not None for row in sources[f].rows]), False
+    if machine.has_kernel:
+        sources = [s if s.addresses else s._replace(rows=[_dense(row) for row in s.rows]) for s in sources]
+        if not all(machine.can_read(row) for source in sources for row in source.rows if row is not None):
+            raise_problems(_device_problems(fields, sources, request_ids, machine))
+            route = "staged"
+    return Located(route, num_rows, tuple(sources), None, tuple(present), all_present)
 
 
 def _dense(row: torch.Tensor | None) -> torch.Tensor | None:
@@ -70,7 +74,7 @@ def _dense(row: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _device_problems(
-    fields: Sequence[Field], rows: Sequence[FieldRows], request_ids: Sequence[object] | None, machine: Machine
+    fields: Sequence[Field], sources: Sequence[FieldSource], request_ids: Sequence[object] | None, machine: Machine
 ) -> list[Problem]:
     """Rows on the device, in a batch that has pageable ones: staging them would make the host wait."""
     return [
@@ -82,7 +86,7 @@ def _device_problems(
             f"all of a batch on {machine.device} or in pinned memory, or all on the host",
             RowDeviceError,
         )
-        for field, field_rows in zip(fields, rows, strict=True)
-        for i, row in enumerate(field_rows.rows)
+        for field, source in zip(fields, sources, strict=True)
+        for i, row in enumerate(source.rows)
         if isinstance(row, torch.Tensor) and not row.is_cpu
     ]

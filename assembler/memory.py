@@ -86,7 +86,7 @@ class HostBlockCache:
     def table(self, num_rows: int, row: RowFormat) -> RowTable:
         """An uninitialised table [num_rows, row.width] that nothing else uses."""
         num_bytes = num_rows * row.item.itemsize
-        return empty_table(num_rows, row, None if num_bytes < _CACHED_FROM_BYTES else self._lease(num_bytes))
+        return empty_table(num_rows, row, None if num_bytes < CACHED_FROM_BYTES else self._lease(num_bytes))
 
     def _lease(self, num_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
         """One use of a block: an object that ends with the last array and tensor over it."""
@@ -108,7 +108,7 @@ class HostBlockCache:
         return lease
 
 
-_CACHED_FROM_BYTES = 64 * 1024
+CACHED_FROM_BYTES = 64 * 1024
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from draftgather.fields import Field
-from draftgather.kernels.gather_rows import RowFormat, RowTable
+from draftgather.kernels.gather_rows import FieldSource, RowFormat, RowTable
 from draftgather.memory import HostBlockCache, allocate_table, can_pin, notice_once
 
 OutputMode = Literal["fresh", "fixed"]
@@ -25,9 +25,18 @@ class FreshOutputs:
         is_pageable = self._device.type == "cpu" and not pin
         self._table = HostBlockCache().table if is_pageable else self._torch_table
 
-    def take(self, num_rows: int) -> tuple[RowTable, ...]:
-        """[num_rows, width] a field, uninitialised."""
-        return tuple([self._table(num_rows, row) for row in self._formats])
+    def take(self, num_rows: int, sources: Sequence[FieldSource] = ()) -> tuple[RowTable, ...]:
+        """[num_rows, width] a field, uninitialised; or the table into which just these rows were read already."""
+        if not sources:
+            return tuple([self._table(num_rows, row) for row in self._formats])
+        return tuple(
+            [
+                source.stacked
+                if source.stacked is not None and source.stacked.tensor.shape == (num_rows, row.width)
+                else self._table(num_rows, row)
+                for source, row in zip(sources, self._formats, strict=True)
+            ]
+        )
 
     def _torch_table(self, num_rows: int, row: RowFormat) -> RowTable:
         shape = (num_rows, row.width)
@@ -44,7 +53,7 @@ class FixedOutputs:
         self._tables = tuple(allocate_table(max_rows, field.format, device, pin) for field in fields)
         self._taken: dict[int, tuple[RowTable, ...]] = {}
 
-    def take(self, num_rows: int) -> tuple[RowTable, ...]:
+    def take(self, num_rows: int, sources: Sequence[FieldSource] = ()) -> tuple[RowTable, ...]:
         """The first num_rows rows of each table."""
         taken = self._taken.get(num_rows)
         if taken is None:

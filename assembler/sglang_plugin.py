@@ -30,8 +30,8 @@ from draftgather.machine import as_device
 
 logger = logging.getLogger("draftgather.sglang")
 
-_BUILDER = "sglang.srt.speculative.eagle_disaggregation.build_eagle_disagg_draft_input"
-_GATE = "sglang.srt.disaggregation.utils._apply_metadata_gate"
+_BUILDER = "sglang.srt.speculative.eagle_disaggregation:build_eagle_disagg_draft_input"
+_GATE = "sglang.srt.disaggregation.utils:_apply_metadata_gate"
 
 # The call shapes of the two, by their parameters.
 _BUILDER_SHAPES = (
@@ -74,7 +74,7 @@ def load() -> None:
 
     _drop_in = DropIn(options, engine)
     for target, hook in hooks.items():
-        HookRegistry.register(target, hook, HookType.AROUND)
+        HookRegistry.register(target.replace(":", "."), hook, HookType.AROUND)
     _verify_when_applied(HookRegistry, hooks)
 
 
@@ -122,8 +122,8 @@ def _detect() -> tuple[Engine, dict[str, Callable[..., Any]]]:
     """What the drop-in depends on, and the two hooks for it. Raises UnknownSglang."""
     builders = _find("sglang.srt.speculative.eagle_disaggregation")
     overlap = _find("sglang.srt.managers.overlap_utils")
-    draft_input = _find("sglang.srt.speculative.eagle_info.EagleDraftInput")
-    last = _find("sglang.srt.model_executor.forward_batch_info.CaptureHiddenMode").LAST
+    draft_input = _find("sglang.srt.speculative.eagle_info:EagleDraftInput")
+    last = _find("sglang.srt.model_executor.forward_batch_info:CaptureHiddenMode").LAST
     future_map_class = overlap.FutureMap
     names = {field.name for field in dataclasses.fields(draft_input)}
     if names - _KNOWN_FIELDS:
@@ -154,7 +154,7 @@ def _detect() -> tuple[Engine, dict[str, Callable[..., Any]]]:
         make_payload=payload.from_draft_input if payload is not None else lambda draft_input: draft_input,
         has_seeds="dsa_topk_indices" in names,
         needs_seeds=needs_seeds,
-        relays_hidden_states=_find("sglang.srt.speculative.spec_utils.spec_need_hidden_states"),
+        relays_hidden_states=_find("sglang.srt.speculative.spec_utils:spec_need_hidden_states"),
         has_stock_relay=lambda future_map: (
             (type(future_map), type(future_map).publish, type(future_map).stash) == stock_relay
         ),
@@ -164,18 +164,19 @@ def _detect() -> tuple[Engine, dict[str, Callable[..., Any]]]:
 
 def _find(name: str) -> Any:
     try:
-        return pkgutil.resolve_name(name)
+        # With a colon the module is imported as it stands, and says itself why it cannot be.
+        return pkgutil.resolve_name(name if ":" in name else f"{name}:")
     except (ImportError, AttributeError) as error:
         # A missing module of sglang's is another sglang; another package's is a broken installation.
         if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("sglang"):
             raise
-        raise UnknownSglang(f"{name} is not there") from error
+        raise UnknownSglang(f"{name} is not there ({error})") from error
 
 
 def _shape_of(function: Any, known: tuple[tuple[str, ...], ...], name: str) -> tuple[str, ...]:
     shape = tuple(inspect.signature(function).parameters)
     if shape not in known:
-        raise UnknownSglang(f"{name.rsplit('.', 1)[1]} takes ({', '.join(shape)})")
+        raise UnknownSglang(f"{name.partition(':')[2]} takes ({', '.join(shape)})")
     return shape
 
 
@@ -194,7 +195,7 @@ def _builder_hook(stock_builder: Any) -> Callable[..., Any]:
             )
 
         return hook
-    get_spec = _find("sglang.srt.runtime_context.get_spec")
+    get_spec = _find("sglang.srt.runtime_context:get_spec")
 
     def hook_without_settings(original: Any, batch: Any, last_tokens_tensor: Any, future_map: Any) -> Any:
         assert _drop_in is not None
@@ -207,8 +208,8 @@ def _builder_hook(stock_builder: Any) -> Callable[..., Any]:
 
 def _gate_hook(stock_gate: Any) -> Callable[..., Any]:
     """The AROUND hook for the gate through which a request passes once its metadata has arrived."""
-    is_fake_transfer = _find("sglang.srt.disaggregation.utils._is_fake_transfer")
-    from_string = _find("sglang.srt.speculative.spec_info.SpeculativeAlgorithm").from_string
+    is_fake_transfer = _find("sglang.srt.disaggregation.utils:_is_fake_transfer")
+    from_string = _find("sglang.srt.speculative.spec_info:SpeculativeAlgorithm").from_string
     if _shape_of(stock_gate, _GATE_SHAPES, _GATE) == _GATE_SHAPES[0]:
 
         def hook(original: Any, polls: Any, decode_reqs: Any, metadata_buffers: Any, server_args: Any) -> None:
@@ -222,7 +223,7 @@ def _gate_hook(stock_gate: Any) -> Callable[..., Any]:
             return (lambda req: is_fake_transfer(req, server_args)) if takes_args else is_fake_transfer
 
         return hook
-    get_spec = _find("sglang.srt.runtime_context.get_spec")
+    get_spec = _find("sglang.srt.runtime_context:get_spec")
 
     def hook_without_settings(original: Any, polls: Any, decode_reqs: Any, metadata_buffers: Any) -> None:
         original(polls, decode_reqs, metadata_buffers)
@@ -245,7 +246,7 @@ def missing_methods(algorithm_class: type[Any]) -> list[str]:
 
     The scheduler calls them on a plug-in's algorithm as on its own, without asking which of the two it has.
     """
-    members = vars(_find("sglang.srt.speculative.spec_info.SpeculativeAlgorithm"))
+    members = vars(_find("sglang.srt.speculative.spec_info:SpeculativeAlgorithm"))
     methods = (name for name, member in members.items() if inspect.isfunction(member) and not name.startswith("_"))
     return sorted(name for name in methods if not callable(getattr(algorithm_class, name, None)))
 
@@ -260,11 +261,11 @@ def __getattr__(name: str) -> Any:
 @lru_cache(maxsize=1)
 def _custom_spec_algo() -> type[Any]:
     engine, _ = _detect()
-    future_map_class = _find("sglang.srt.managers.overlap_utils.FutureMap")
+    future_map_class = _find("sglang.srt.managers.overlap_utils:FutureMap")
     takes_settings = "server_args" in _shape_of(_find(_BUILDER), _BUILDER_SHAPES, _BUILDER)
-    get_spec = None if takes_settings else _find("sglang.srt.runtime_context.get_spec")
+    get_spec = None if takes_settings else _find("sglang.srt.runtime_context:get_spec")
 
-    class CustomSpecAlgo(_find("sglang.srt.speculative.spec_registry.CustomSpecAlgo")):  # type: ignore[misc]
+    class CustomSpecAlgo(_find("sglang.srt.speculative.spec_registry:CustomSpecAlgo")):  # type: ignore[misc]
         """Base of an algorithm of your own whose draft rows are handed over from a field list.
 
             class MyAlgo(CustomSpecAlgo):

@@ -7,7 +7,6 @@ checked here: `draftgather.check` has done it before.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -23,9 +22,6 @@ TILE_BYTES = 2048
 # Below this size of a field's rows NumPy's fancy indexing (a temporary, but no
 # dispatcher) beats torch.index_select; measured equal at about 8 rows of 14 KB.
 _SMALL_GATHER_BYTES = 96 * 1024
-
-# Up to so many rows a memory move each beats everything else.
-_FEW_MOVES = 8
 
 # Up to so many integers Python's own min, max and set beat NumPy's reductions and sorts, whose code is
 # no longer in cache after the megabytes of the batch before.
@@ -103,7 +99,8 @@ class FieldSource(NamedTuple):
     # Pointers mode:
     rows: Sequence[torch.Tensor | None] = ()  # num_rows tensors [>= width] of `dtype`; None where absent
     dtype: torch.dtype | None = None
-    addresses: list[int] | None = None  # [num_rows] of dense rows, for the twin; None: it looks at the tensors
+    addresses: list[int] | None = None  # [num_rows] of dense rows; None: not looked at yet
+    stacked: RowTable | None = None  # [num_rows, width] of the field's dtype: the rows, read already, for the twin
     addresses_ptr: torch.Tensor | None = None  # [num_rows] int64, for the kernel; 0 where absent
     is_aligned: bool = True  # every address is a multiple of 16
 
@@ -304,19 +301,30 @@ def gather_rows_torch(descriptor: LaunchDescriptor) -> None:
     # Every source is read before anything is relayed: source and relay may share memory.
     gathered = [_gather_field(d, f, slots) for f in range(len(d.sources))]
     if d.relay is not None:
-        _relay_rows(d, d.relay, gathered)
+        _relay_rows(
+            d, d.relay, [_bytes_of(table, row)[: d.num_rows] for table, row in zip(gathered, d.formats, strict=True)]
+        )
 
 
-def _gather_field(d: LaunchDescriptor, f: int, slots: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-    """Gather field `f` into its output (or a temporary), zero what has no row, return the rows as bytes."""
+def _bytes_of(table: RowTable, row: RowFormat) -> np.ndarray[Any, Any]:
+    """The rows as opaque items."""
+    if table.raw is not None:
+        return table.raw
+    items: np.ndarray[Any, Any] = table.tensor.view(_MOVE_AS[row.dtype.itemsize]).numpy().view(row.item)[:, 0]
+    return items
+
+
+def _gather_field(d: LaunchDescriptor, f: int, slots: np.ndarray[Any, Any] | None) -> RowTable:
+    """Gather field `f` into its output (or a temporary), and zero what has no row."""
     source, num_rows, present = d.sources[f], d.num_rows, d.present[f]
-    output = d.outputs[f] or empty_table(num_rows, d.formats[f])
+    output = d.outputs[f] or source.stacked or empty_table(num_rows, d.formats[f])
+    if output is source.stacked:
+        return output
     assert output.raw is not None
-    if source.pool is None:
-        if source.addresses is not None and source.dtype is d.formats[f].dtype:
-            _move_rows(source, output, d.formats[f])
-        else:
-            _stack_rows(source, present, output, d.formats[f])
+    if source.stacked is not None:
+        output.tensor[:num_rows] = source.stacked.tensor
+    elif source.pool is None:
+        _stack_rows(source, present, output, d.formats[f])
     elif num_rows * output.raw.itemsize <= _SMALL_GATHER_BYTES:
         assert source.pool.raw is not None
         output.raw[:num_rows] = source.pool.raw[slots]
@@ -329,51 +337,7 @@ def _gather_field(d: LaunchDescriptor, f: int, slots: np.ndarray[Any, Any] | Non
         output.raw[:num_rows][present.numpy() == 0] = np.zeros((), output.raw.dtype)
     if num_rows < len(output.raw):
         output.raw[num_rows:] = np.zeros((), output.raw.dtype)
-    return output.raw[:num_rows]
-
-
-def _move_rows(source: FieldSource, output: RowTable, row: RowFormat) -> None:
-    """Copy dense rows of the output's own dtype, the fastest way for their number and size."""
-    assert source.addresses is not None and output.raw is not None
-    num_rows, row_bytes = len(source.addresses), row.item.itemsize
-    destination = output.tensor.data_ptr()
-    end = destination + len(output.raw) * row_bytes
-    if max(source.addresses) > destination - row_bytes and any(
-        [destination - row_bytes < a < end for a in source.addresses]
-    ):
-        # Rows of an earlier batch at the same fixed addresses: read them all before writing one.
-        output.tensor[:num_rows] = _stacked(list(source.rows))[:, : row.width]  # type: ignore[arg-type]
-    elif num_rows <= _FEW_MOVES:
-        for i, address in enumerate(source.addresses):
-            ctypes.memmove(destination + i * row_bytes, address, row_bytes)
-    elif num_rows * row_bytes <= _SMALL_GATHER_BYTES:
-        output.raw[:num_rows] = _items_at(source.addresses, row.item)
-    else:
-        _stack_rows(source, None, output, row)
-
-
-def _items_at(addresses: list[int], item: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """[n] copies of the items at `addresses`: one fancy index, whatever lies between them."""
-    first, last = min(addresses), max(addresses)
-    window: np.ndarray[Any, Any] = np.asarray(_Window(first, last, item))
-    items: np.ndarray[Any, Any] = window[np.array(addresses) - first]
-    return items
-
-
-class _Window:
-    """Memory as overlapping items, one beginning at each byte.
-
-    Only the items that are indexed are touched, and those are rows that the check has seen alive.
-    """
-
-    def __init__(self, first: int, last: int, item: np.dtype[Any]) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": item.str,
-            "data": (first, True),
-            "shape": (last - first + 1,),
-            "strides": (1,),
-        }
+    return output
 
 
 def _stack_rows(source: FieldSource, present: torch.Tensor | None, table: RowTable, row: RowFormat) -> None:
