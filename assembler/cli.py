@@ -298,5 +298,6 @@ def _print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         for route in device.routes:
             table.add_row(route.rows, route.route or "-", route.words)
         console.print(table)
+    console.print(diagnosis.sglang, markup=False, highlight=False)
     if len(diagnosis.devices) == 1:
         console.print("torch can use no CUDA device here: batches are assembled on the CPU.", highlight=False)

@@ -15,6 +15,7 @@ from draftgather.fields import eagle_fields
 from draftgather.machine import Machine, machine_for
 from draftgather.mailbox import DraftMailbox
 from draftgather.memory import can_pin
+from draftgather.sglang_plugin import describe_installed
 
 _FIELDS = eagle_fields(topk=4, hidden_size=64)
 _CPU = torch.device("cpu")
@@ -51,12 +52,13 @@ class DeviceReport:
 class Diagnosis:
     environment: dict[str, str | int | None]
     devices: tuple[DeviceReport, ...]
+    sglang: str  # the installed one, and whether the drop-in knows it
 
 
 def diagnose() -> Diagnosis:
     """Probe every device. A device that fails is reported, not raised."""
     cuda = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    return Diagnosis(environment(), tuple(_examine_device(device) for device in (_CPU, *cuda)))
+    return Diagnosis(environment(), tuple(_examine_device(device) for device in (_CPU, *cuda)), describe_installed())
 
 
 def examine(machine: Machine) -> DeviceReport:
