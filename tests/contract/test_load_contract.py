@@ -99,7 +99,7 @@ UNKNOWN = {
     ),
     "no gate": (
         "from sglang.srt.disaggregation import utils as m\ndel m._apply_metadata_gate\n",
-        "sglang.srt.disaggregation.utils._apply_metadata_gate is not there",
+        "sglang.srt.disaggregation.utils:_apply_metadata_gate is not there",
     ),
     "no builder": (
         "from sglang.srt import speculative\nsys.modules['sglang.srt.speculative.eagle_disaggregation'] = None\n",
