@@ -60,7 +60,7 @@ def build_eagle_disagg_draft_input(
     rows = _configured_rows(batch, server_args, future_map)
     is_fused = batch.enable_overlap and isinstance(future_map, FutureMap)
     relay = Relay(future_map, batch.req_pool_indices, batch.seq_lens, last_tokens_tensor) if is_fused else None
-    tensors = rows.assemble(batch.reqs, relay).tensors if batch.reqs else rows.empty()
+    tensors = rows.assemble(batch.reqs, relay) if batch.reqs else rows.empty()
     draft_input = EagleDraftInput(
         topk_p=tensors["topk_p"],
         topk_index=tensors["topk_index"],
@@ -101,17 +101,21 @@ class EagleRows:
         if _mailbox is not None and _mailbox.layout.fingerprint == RecordLayout.of(fields).fingerprint:
             self._by_slot = DraftAssembler(fields, device, _MAX_BATCH_SIZE, _mailbox)
 
-    def assemble(self, reqs: Sequence[Any], relay: Relay | None) -> DraftBatch:
-        """Row i is that of reqs[i]. Raises DraftRowError, naming requests, before anything is written."""
-        request_ids = [req.rid for req in reqs]
+    def assemble(self, reqs: Sequence[Any], relay: Relay | None) -> Mapping[str, torch.Tensor]:
+        """The tensors [b, width] a field: row i is that of reqs[i], of which there is at least one.
+
+        Raises DraftRowError, naming requests, before anything is written.
+        """
         if len(reqs) > self._by_row.max_batch_size:
             self._grow(_power_of_two(len(reqs)))
         if _mailbox is not None:
-            return self._assemble_slots(_mailbox, reqs, request_ids, relay)
+            return self._assemble_slots(_mailbox, reqs, [req.rid for req in reqs], relay).tensors
         rows: dict[str, Any] = {
             name: [getattr(req, attribute, None) for req in reqs] for name, attribute in REQUEST_ROWS.items()
         }
-        return self._by_row.assemble_rows(request_ids, relay=relay, **rows)
+        # Nothing is relayed, and no slot is read that waits for the launch.
+        tensors = self._by_row.stacked(rows) if relay is None else None
+        return tensors or self._by_row.assemble_rows([req.rid for req in reqs], relay=relay, **rows).tensors
 
     def empty(self) -> dict[str, torch.Tensor]:
         """The tensors of no rows."""

@@ -37,7 +37,7 @@ from draftgather.locate import Located, locate_rows, locate_slots
 from draftgather.machine import Machine, as_device, machine_for
 from draftgather.mailbox import DraftMailbox
 from draftgather.memory import HostBlockCache
-from draftgather.outputs import OutputMemory, OutputMode, make_outputs
+from draftgather.outputs import FreshOutputs, OutputMemory, OutputMode, make_outputs
 
 
 class DraftAssembler:
@@ -167,6 +167,21 @@ class DraftAssembler:
             raise_problems(value_problems(self.fields, values, request_ids, self.vocab_size))
         located = locate_rows(self.fields, sources, is_copied, request_ids, self._machine)
         return self._launch(located, relay, num_padded, batch_outputs)
+
+    def stacked(self, rows: Mapping[str, Sequence[object]]) -> dict[str, torch.Tensor] | None:
+        """What `assemble_rows` gives for lists of one length, without its other steps, on the CPU: [b, width] a field.
+
+        None where it takes more: a device, debug mode, fixed outputs, or a row that is not plainly right.
+        """
+        if self._machine.has_kernel or self.debug or not isinstance(self._outputs, FreshOutputs):
+            return None
+        tensors = {}
+        for field in self.fields:
+            source = stacked_rows(field, rows[field.name], self._blocks)
+            if source is None or source.stacked is None:
+                return None
+            tensors[field.name] = source.stacked.tensor
+        return tensors
 
     # -- the same checks without raising
 

@@ -29,6 +29,8 @@ logger = logging.getLogger("draftgather.sglang")
 _FAILED, _SUCCESS = 0, 4
 _DEVICES = ("cpu", "cuda")
 _SHADOW_LOG_EVERY = 1000
+# Below so many rows sglang's own publish and stash cost a CPU less than our launch (docs/sglang.md).
+_FUSE_FROM_ON_CPU = 16
 
 
 class Mode(str, Enum):
@@ -123,6 +125,7 @@ class DropIn:
         self.options = options
         self.mode = options.mode  # may be set at any time: off passes through
         self.engine = engine
+        self.fuse_from_on_cpu = _FUSE_FROM_ON_CPU  # rows
         self.stats = DropInStats()
         self._hidden: tuple[int, torch.dtype] | None = None  # of the metadata rows: sglang's own answer
         self._relay: SglangRelay | None = None
@@ -190,7 +193,7 @@ class DropIn:
             except RelayError as error:
                 raise _FormatError(str(error)) from None
             relay = self._fused_relay(batch, last_tokens_tensor, future_map)
-        tensors = rows.assemble(batch.reqs, relay).tensors
+        tensors = rows.assemble(batch.reqs, relay)
         draft_input = self.engine.make_draft_input(
             tensors["topk_p"], tensors["topk_index"], tensors["hidden_states"], last_tokens_tensor
         )
@@ -213,6 +216,8 @@ class DropIn:
 
     def _fused_relay(self, batch: Any, last_tokens_tensor: torch.Tensor, future_map: Any) -> Relay | None:
         if not self.options.fused or not self.engine.has_stock_relay(future_map):
+            return None
+        if len(batch.reqs) < self.fuse_from_on_cpu and batch.req_pool_indices.is_cpu:
             return None
         if not can_fuse(future_map, self.engine.relays_hidden_states()):
             return None

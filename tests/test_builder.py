@@ -428,3 +428,21 @@ def test_slots_are_not_freed_while_they_are_read(monkeypatch, which, is_mixed):
     assert mailbox.num_free == 6
     reader.is_done = True
     assert mailbox.num_free == 7
+
+
+@pytest.mark.parametrize("spoil", ["shape", "dtype", "missing", "list"])
+def test_short_way_leaves_the_rest_to_the_long_one(spoil):
+    """Without a relay plain rows are stacked at once; any other is refused, or converted, as ever."""
+    rows = metadata_rows(3)
+    if spoil == "list":
+        ids = rows["topk_index"][1]
+        rows["topk_index"][1] = ids.tolist()
+        draft_input = build(make_batch(rows, overlap=False), None)
+        assert torch.equal(draft_input.topk_index[1], ids[: draft_input.topk_index.shape[1]])
+        return
+    row = rows["hidden_states"][1]
+    rows["hidden_states"][1] = {"shape": row[:-1], "dtype": row.double(), "missing": None}[spoil]
+    error = {"shape": dg.RowShapeError, "dtype": dg.RowDtypeError, "missing": dg.MissingRowError}[spoil]
+    batch = make_batch(rows, overlap=False)
+    with pytest.raises(error, match=str(batch.reqs[1].rid)):
+        build(batch, None)

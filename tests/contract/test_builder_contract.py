@@ -16,7 +16,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 import draftgather as dg
 from draftgather.bench.sglang_node import Node, NodeOptions, relay_buffers
-from draftgather.dropin import Mode
+from draftgather.dropin import DropIn, Mode
 
 # Up to 0.5.16 resolve calls record_stream on CPU tensors and cannot run here: buffers are compared instead.
 _resolve_source = overlap_utils.FutureMap._resolve_spec_extras
@@ -259,6 +259,19 @@ def test_rarer_state_is_published_by_sglang(drop_in, choose, rare):
     assert (drop_in.stats.batches, drop_in.stats.fused) == (1, 0)
 
 
+def test_few_rows_are_published_by_sglang_on_the_cpu(drop_in, choose):
+    """Below 16 rows its own two calls cost less there."""
+    choose(fused=True)
+    drop_in.fuse_from_on_cpu = DropIn(drop_in.options, drop_in.engine).fuse_from_on_cpu
+    twins = Twins(drop_in)
+    twins.settle()
+    for count, fused in ((1, 0), (15, 0), (16, 1), (40, 2)):
+        stock, ours = twins.process(range(count))
+        assert_same_inputs(stock.spec_info, ours.spec_info)
+        twins.assert_equal_relays()
+        assert drop_in.stats.fused == fused
+
+
 def test_another_plugin_on_publish_is_not_bypassed(drop_in, choose, monkeypatch):
     """A publish that somebody wrapped is called, also when fused."""
     choose(fused=True)
@@ -355,12 +368,14 @@ def test_an_unexpected_failure_falls_back(drop_in, choose, monkeypatch, caplog, 
     choose(fused=fused)
     twins = Twins(drop_in)
     twins.settle()
-    from draftgather import draft_assembler
+    from draftgather import builder, draft_assembler
 
-    def broken(descriptor, machine):
+    def broken(*given):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(draft_assembler, "launch", broken)
+    monkeypatch.setattr(draft_assembler.DraftAssembler, "stacked", broken)
+    assert builder.DraftAssembler is draft_assembler.DraftAssembler
     for slots in ([1, 2], [3]):
         stock, ours = twins.process(slots)
         assert_same_inputs(stock.spec_info, ours.spec_info)
