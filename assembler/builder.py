@@ -150,10 +150,11 @@ def eagle_rows(
     hidden_dtype: torch.dtype,
     device: torch.device,
     casting: frozenset[str] = frozenset(),
+    exact: bool = False,
 ) -> EagleRows:
-    """The rows of one configuration, made once. casting: names of the fields that may be cast."""
+    """The rows of one configuration, made once. casting: names of the fields that may be cast; exact: none is."""
     fields = eagle_fields(topk, hidden_size, hidden_dtype, num_steps=num_steps)
-    return EagleRows(tuple(replace(f, allow_cast=f.name in casting) for f in fields), device)
+    return EagleRows(tuple(replace(f, allow_cast=f.name in casting, exact=exact) for f in fields), device)
 
 
 def assemble_requests(

@@ -22,6 +22,7 @@ from draftgather.dropin_shadow import Comparison, ShadowMap, compare
 from draftgather.errors import DraftRowError, MissingRowError, RelayError, RowDtypeError, RowShapeError
 from draftgather.future_map import Relay
 from draftgather.machine import as_device
+from draftgather.rows import NO_STORAGE
 
 logger = logging.getLogger("draftgather.sglang")
 
@@ -212,7 +213,8 @@ class DropIn:
                 row = next((r for r in (q.hidden_states_tensor for q in batch.reqs) if r is not None), None)
             hidden = (1, torch.float32) if row is None else (row.shape[-1], row.dtype)
         steps = settings.speculative_num_steps if settings.enable_multi_layer_eagle else 1
-        return eagle_rows(settings.speculative_eagle_topk, steps, *hidden, as_device(batch.device))
+        # Exact: sglang keeps the rows' own dtype, and what we serve is what it would.
+        return eagle_rows(settings.speculative_eagle_topk, steps, *hidden, as_device(batch.device), exact=True)
 
     def _fused_relay(self, batch: Any, last_tokens_tensor: torch.Tensor, future_map: Any) -> Relay | None:
         if not self.options.fused or not self.engine.has_stock_relay(future_map):
@@ -239,7 +241,7 @@ class DropIn:
         served = stock(future_map)
         sglang_ns = time.perf_counter_ns() - start
         try:
-            copied = self._shadow_map(future_map) if batch.enable_overlap else None
+            copied = self._shadow_map(future_map, batch.req_pool_indices) if batch.enable_overlap else None
             start = time.perf_counter_ns()
             draft_input, is_fused = self._gather(batch, settings, last_tokens_tensor, copied)
             if batch.enable_overlap and not is_fused:
@@ -263,9 +265,11 @@ class DropIn:
             logger.info("draftgather shadow: %s", self.stats.summary())
         return served
 
-    def _shadow_map(self, future_map: Any) -> Any:
+    def _shadow_map(self, future_map: Any, written: torch.Tensor) -> Any:
         if self._shadowed is None or not self._shadowed.shadows(future_map):
             self._shadowed = ShadowMap(future_map)
+            # It was copied after sglang's stash: without this, rows that we fail to write would be equal.
+            self._shadowed.spoil(written)
         return self._shadowed.copy
 
     def _finish_comparisons(self) -> None:
@@ -333,9 +337,14 @@ class DropIn:
     # -- what is said
 
     def _note_fault(self, error: DraftRowError | _FormatError) -> bool:
-        """Count and log. True for a fault of the configuration: no batch would be any better."""
+        """Count and log. True for what sglang's builder must not be given: it would go on in silence, or crash.
+
+        That is a fault of the configuration (no batch would be any better), or a row whose memory is gone.
+        """
         problems = error.problems if isinstance(error, DraftRowError) else ()
-        if not problems or any([problem.error in (RowShapeError, RowDtypeError) for problem in problems]):
+        if not problems or any(
+            [p.error in (RowShapeError, RowDtypeError) or p.got.startswith(NO_STORAGE) for p in problems]
+        ):
             self.stats.refused += 1
             self._say_once("refused", logging.ERROR, "refused, before anything was written: %s", error)
             return True

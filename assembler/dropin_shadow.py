@@ -31,18 +31,30 @@ class ShadowMap:
     """A copy of a FutureMap with buffers of its own, as large again: what is written there is only compared."""
 
     def __init__(self, future_map: Any) -> None:
-        self._names = _existing(future_map)
+        self._buffers = _existing(future_map)
         self._of = future_map
         self.copy = copy.copy(future_map)
-        for name in self._names:
-            setattr(self.copy, name, getattr(future_map, name).clone())
+        for name, buffer in self._buffers.items():
+            setattr(self.copy, name, buffer.clone())
         # An event of its own: the scheduler waits for the real map's.
         if future_map.publish_ready is not None:
             self.copy.publish_ready = torch.get_device_module(future_map.device).Event()
 
     def shadows(self, future_map: Any) -> bool:
         """Whether it still has a copy of every buffer of `future_map`."""
-        return self._of is future_map and self._names == _existing(future_map)
+        existing = _existing(future_map)
+        return (
+            self._of is future_map
+            and existing.keys() == self._buffers.keys()
+            and all(buffer is self._buffers[name] for name, buffer in existing.items())
+        )
+
+    def spoil(self, indices: torch.Tensor) -> None:
+        """Turn over every bit of the rows at `indices`: only a write makes them equal again."""
+        for name in self._buffers:
+            buffer = getattr(self.copy, name)
+            rows = buffer.view(len(buffer), -1).view(torch.uint8)
+            rows[indices] = ~rows[indices]
 
 
 def compare(served: Any, ours: Any, future_map: Any, shadowed: Any, batch: Any) -> Comparison:
@@ -76,8 +88,9 @@ def compare(served: Any, ours: Any, future_map: Any, shadowed: Any, batch: Any) 
     return Comparison(names, on_host, unequal, [req.rid for req in batch.reqs], mark(on_device.device))
 
 
-def _existing(future_map: Any) -> list[str]:
-    return [name for name in (*BUFFERS.values(), *_VECTORS) if getattr(future_map, name, None) is not None]
+def _existing(future_map: Any) -> dict[str, torch.Tensor]:
+    buffers = {name: getattr(future_map, name, None) for name in (*BUFFERS.values(), *_VECTORS)}
+    return {name: buffer for name, buffer in buffers.items() if buffer is not None}
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

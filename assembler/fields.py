@@ -33,6 +33,7 @@ class Field:
     dtype: of the batch's tensor, any real torch dtype of 1, 2, 4 or 8 bytes.
     optional: a request may come without it (a missing row of any other field is an error).
     allow_cast: convert rows of any other dtype, also where that loses precision.
+    exact: refuse rows of any other dtype, also where converting would lose nothing.
     leading: a row may be wider; its first `width` elements count (sglang's metadata rows are 16 wide).
     """
 
@@ -42,6 +43,7 @@ class Field:
     optional: bool = False
     allow_cast: bool = False
     leading: bool = False
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier() or self.name in _RESERVED_NAMES:
@@ -51,6 +53,8 @@ class Field:
         is_dtype = isinstance(self.dtype, torch.dtype)
         if not is_dtype or self.dtype.is_complex or self.dtype.itemsize not in (1, 2, 4, 8):
             raise ValueError(f"field {self.name!r}: dtype is {self.dtype!r}, expected a real one of 1, 2, 4 or 8 bytes")
+        if self.exact and self.allow_cast:
+            raise ValueError(f"field {self.name!r}: exact and allow_cast exclude each other")
 
     @property
     def row_bytes(self) -> int:

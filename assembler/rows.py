@@ -34,13 +34,17 @@ _EXACT_CASTS: dict[torch.dtype, tuple[torch.dtype, ...]] = {
 
 def is_convertible(source: torch.dtype, field: Field) -> bool:
     """Whether rows of dtype `source` may be converted to the field's."""
-    if source is field.dtype or field.dtype in _EXACT_CASTS.get(source, ()):
+    if source is field.dtype:
         return True
+    if field.dtype in _EXACT_CASTS.get(source, ()):
+        return not field.exact
     return field.allow_cast and source in CASTABLE and field.dtype in CASTABLE
 
 
 # Below this no process has memory: an address so small is the offset of a view whose storage is gone.
 LOWEST_ADDRESS = 1 << 16
+# How a Problem says so.
+NO_STORAGE = "has no storage"
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -71,7 +75,7 @@ def row_problem(field: Field, row: object, position: int, request_id: object, de
             readable = "cpu" if device.type == "cpu" else f"cpu or {device}"
             return problem(RowDeviceError, f"is on {row.device}", f"a row on {readable}")
         if not has_memory(row):
-            return problem(MissingRowError, f"has no storage ({row.layout})", _describe(field))
+            return problem(MissingRowError, f"{NO_STORAGE} ({row.layout})", _describe(field))
         shape, dtype = tuple(row.shape), row.dtype
     elif isinstance(row, np.ndarray):
         try:
@@ -86,7 +90,8 @@ def row_problem(field: Field, row: object, position: int, request_id: object, de
     if not is_wide_enough:
         return problem(RowShapeError, f"has shape {shape}", _describe_shape(field, shape))
     if not is_convertible(dtype, field):
-        return problem(RowDtypeError, f"has dtype {dtype}", f"{field.dtype} (or Field(..., allow_cast=True))")
+        remedy = "" if field.exact else " (or Field(..., allow_cast=True))"
+        return problem(RowDtypeError, f"has dtype {dtype}", f"{field.dtype}{remedy}")
     return None
 
 

@@ -96,6 +96,16 @@ def test_other_conversions_are_refused(source, target):
         dg.DraftMailbox([field], 1, pin_memory=False).put(0, 0, a=rows[1])
 
 
+@pytest.mark.parametrize("row", [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.float64)], ids=str)
+def test_exact_fields_convert_nothing(row):
+    """Guards what must be the engine's own bytes: not even a conversion that loses nothing."""
+    field = dg.Field("a", 3, torch.float32, exact=True)
+    problems = dg.DraftAssembler([field]).check_rows(a=[torch.zeros(3), row])
+    assert [(p.position, p.error, p.expected) for p in problems] == [(1, dg.RowDtypeError, "torch.float32")]
+    with pytest.raises(ValueError, match="exact and allow_cast exclude"):
+        dg.Field("a", 3, torch.float32, exact=True, allow_cast=True)
+
+
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 def test_allow_cast(machine, source, target):
     """Guards the permission: with allow_cast any dtype is converted as torch converts it, wherever the rows are."""

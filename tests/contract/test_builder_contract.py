@@ -445,6 +445,33 @@ def test_another_dtype_is_refused(drop_in):
     refused(drop_in, twins, [1], dg.RowDtypeError, "'request-2'.*hidden_states.*float32.*bfloat16")
 
 
+@pytest.mark.parametrize("slots", [[1, 2], [2, 1], list(range(20))], ids=["second", "first", "many"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+def test_a_narrower_dtype_is_refused_too(drop_in, overlap, slots):
+    """A bfloat16 row among float32 ones: converting it would be exact, but sglang serves other bytes."""
+    twins = Twins(drop_in, dtype=torch.float32, enable_overlap=overlap)
+    if overlap:
+        twins.settle()
+    drop_in.check_arrivals([], [], twins.ours.metadata, lambda req: False)
+    batch = twins.batch(twins.ours, slots)
+    narrow = batch.reqs[slots.index(2)]
+    narrow.hidden_states_tensor = narrow.hidden_states_tensor.bfloat16()
+    with pytest.raises(dg.RowDtypeError, match=r"'request-3'.*hidden_states has dtype torch.bfloat16, .*float32$"):
+        twins.ours.process(batch)
+    assert drop_in.stats.refused == 1
+
+
+def test_a_row_whose_memory_is_gone_is_not_handed_to_sglang(drop_in):
+    """Guards against a crash of the scheduler: sglang's builder would read the address."""
+    twins = Twins(drop_in)
+    twins.settle()
+    batch = twins.batch(twins.ours, [1, 2])
+    batch.reqs[1].hidden_states_tensor.untyped_storage().resize_(0)
+    with pytest.raises(dg.MissingRowError, match="'request-3'.*no storage"):
+        twins.ours.process(batch)
+    assert drop_in.stats.refused == 1
+
+
 def test_another_width_is_refused(drop_in):
     """Guards against the target's width, or three times the draft's own."""
     twins = Twins(drop_in)
@@ -572,6 +599,29 @@ def test_shadow_reports_a_difference_and_serves_sglang(drop_in, caplog, monkeypa
     assert drop_in.stats.different == 1
     assert "topk_index_buf" if wrong == "relay" else wrong in caplog.text
     assert "request-2" in caplog.text
+
+
+def test_shadow_finds_a_write_that_is_missing_at_first(drop_in, caplog, monkeypatch):
+    """Guards the first comparison: the copy is made after sglang's stash, and must not hold its rows already."""
+    drop_in.mode = Mode.SHADOW
+    twins = Twins(drop_in)
+    twins.settle()
+    monkeypatch.setattr(drop_in, "_publish_and_stash", lambda *given: None)
+    twins.process([1, 2])
+    assert drop_in.stats.different == 1
+    assert "topk_p_buf" in caplog.text and "new_seq_lens_buf" in caplog.text
+
+
+def test_shadow_copies_new_buffers(drop_in):
+    """Guards against differences that are none: sglang laid its relay out anew, under the same names."""
+    drop_in.mode = Mode.SHADOW
+    twins = Twins(drop_in)
+    twins.settle()
+    twins.process([1, 2])
+    for node in twins.nodes:
+        node.future_map.topk_p_buf = torch.cat([node.future_map.topk_p_buf] * 2)
+    twins.process([3, 40])
+    assert (drop_in.stats.compared, drop_in.stats.different, drop_in.stats.fallbacks) == (2, 0, 0)
 
 
 def test_shadow_survives_our_failure_and_our_refusal(drop_in, caplog, monkeypatch):
