@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from draftgather.check import as_int64, slot_problems
+from draftgather.completion import DONE
 from draftgather.draft_assembler import DraftAssembler
 from draftgather.draft_batch import DraftBatch
 from draftgather.draft_input import CaptureHiddenMode, EagleDraftInput
@@ -126,14 +127,17 @@ class EagleRows:
     ) -> DraftBatch:
         """Records of the mailbox, where every request has one of just these fields; else views of them, and rows."""
         slots = [getattr(req, "draft_slot", None) for req in reqs]
-        _check_slots(mailbox, reqs, slots)
-        if self._by_slot is not None and None not in slots:
-            return self._by_slot.assemble_slots(slots, None, request_ids, relay=relay)  # type: ignore[arg-type]
-        rows = {f.name: [_row(f.name, req, mailbox) for req in reqs] for f in self.fields}
-        assembled = self._by_row.assemble_rows(request_ids, relay=relay, **rows)  # type: ignore[arg-type]
-        # Views of records were read: they are not freed before the launch is done.
-        read = [slot for slot in slots if slot is not None]
-        mailbox.note_readers(as_int64(read, "slots"), assembled.done)
+        # Records are looked at, and perhaps read as views: they are not freed before the launch is done.
+        read, done = mailbox.begin_read(as_int64([slot for slot in slots if slot is not None], "slots")), DONE
+        try:
+            _check_slots(mailbox, reqs, slots)
+            if self._by_slot is not None and None not in slots:
+                return self._by_slot.assemble_slots(slots, None, request_ids, relay=relay)  # type: ignore[arg-type]
+            rows = {f.name: [_row(f.name, req, mailbox) for req in reqs] for f in self.fields}
+            assembled = self._by_row.assemble_rows(request_ids, relay=relay, **rows)  # type: ignore[arg-type]
+            done = assembled.done
+        finally:
+            mailbox.end_read(read, done)
         return assembled
 
     def _grow(self, max_batch_size: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,16 +23,14 @@ from draftgather.errors import (
 )
 from draftgather.fields import Field
 from draftgather.kernels.gather_rows import FieldSource, RowTable, are_distinct, are_in_range
-from draftgather.mailbox import DRAINING, FREE, HELD, WRITTEN, DraftMailbox
+from draftgather.mailbox import DRAINING, FREE, HELD, WRITTEN, DraftMailbox, Int64Array
 from draftgather.memory import CACHED_FROM_BYTES, HostBlockCache
-from draftgather.rows import LOWEST_ADDRESS, row_problem, to_row
+from draftgather.rows import has_memory, row_problem, to_row
 
 if TYPE_CHECKING:
     from draftgather.future_map import Relay
 
 _CPU = torch.device("cpu")
-
-Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def as_int64(values: object, what: str) -> Int64Array:
@@ -43,6 +41,8 @@ def as_int64(values: object, what: str) -> Int64Array:
         if not values.is_cpu:
             raise TypeError(f"{what} are on {values.device}, expected host values: reading them would stall the host")
         values = values.numpy()
+    elif isinstance(values, (list, tuple)) and bool in set(map(type, values)):
+        raise TypeError(f"{what} hold a bool, expected integers")
     array = np.asarray(values)
     if array.size == 0 and array.ndim <= 1:
         return np.empty(0, np.int64)
@@ -164,8 +164,8 @@ def check_row_lists(fields: Sequence[Field], rows: Mapping[str, Sequence[object]
 def plain_rows(field: Field, given: Sequence[object] | None, device: torch.device) -> FieldSource | None:
     """The rows of one field where they are plainly right; None where that takes a closer look.
 
-    Plain are tensors of the field's dtype on the CPU or `device`, dense, all of one good shape. A row whose
-    storage is gone has no address: reading it would crash.
+    Plain are tensors of the field's dtype on the CPU or `device`, dense, all of one good shape, and within
+    their storage.
     """
     if given is None:
         return None
@@ -173,6 +173,7 @@ def plain_rows(field: Field, given: Sequence[object] | None, device: torch.devic
     if type(first) is not torch.Tensor or first.ndim != 1:
         return None
     shape, dtype, addresses = first.shape, field.dtype, []
+    item_bytes, row_bytes = dtype.itemsize, shape[0] * dtype.itemsize
     if shape[0] != field.width and not (field.leading and shape[0] > field.width):
         return None
     try:
@@ -181,11 +182,13 @@ def plain_rows(field: Field, given: Sequence[object] | None, device: torch.devic
                 return None
             if not row.is_contiguous() or not (row.is_cpu or row.device == device):
                 return None
+            if row.untyped_storage().nbytes() < row.storage_offset() * item_bytes + row_bytes:
+                return None
             addresses.append(row.data_ptr())
     except RuntimeError:  # a sparse or otherwise address-less tensor
         return None
     # Only a row of one element can be contiguous and lazily negated (an imaginary part is strided).
-    if min(addresses) < LOWEST_ADDRESS or (shape[0] == 1 and any([row.is_neg() for row in given])):  # type: ignore[attr-defined]
+    if shape[0] == 1 and any([row.is_neg() for row in given]):  # type: ignore[attr-defined]
         return None
     return FieldSource(None, given, dtype, addresses)  # type: ignore[arg-type]
 
@@ -193,9 +196,9 @@ def plain_rows(field: Field, given: Sequence[object] | None, device: torch.devic
 def stacked_rows(field: Field, given: Sequence[object] | None, blocks: HostBlockCache) -> FieldSource | None:
     """The rows of one field, read into a table of their own where they are plainly right; else None.
 
-    For the twin: torch.stack compares all shapes, devices and layouts before it writes, faster than
-    Python can. What it does not look at is looked at before: it would convert another dtype, and
-    crash on a row whose storage is gone (that row has no address).
+    For the twin: torch.stack compares all shapes and devices before it writes, faster than Python
+    can. What it does not look at is looked at before: it would convert another dtype, and read
+    beyond a storage that was freed or shrunk.
     """
     if given is None:
         return None
@@ -205,9 +208,12 @@ def stacked_rows(field: Field, given: Sequence[object] | None, blocks: HostBlock
     width = first.shape[0]
     if width != field.width and not (field.leading and width > field.width):
         return None
+    item_bytes, row_bytes = dtype.itemsize, width * dtype.itemsize
     try:
         for row in given:
-            if type(row) is not torch.Tensor or row.dtype is not dtype or row.data_ptr() < LOWEST_ADDRESS:
+            if type(row) is not torch.Tensor or row.dtype is not dtype or not row.is_contiguous():
+                return None
+            if row.untyped_storage().nbytes() < row.storage_offset() * item_bytes + row_bytes:
                 return None
         if width == field.width and len(given) * width * dtype.itemsize >= CACHED_FROM_BYTES:
             table = blocks.table(len(given), field.format)
@@ -322,7 +328,7 @@ def check_relay_vector(values: object, name: str, num_rows: int, device: torch.d
         raise RelayError(f"{name} is on {values.device}, expected {device}")
     if values.shape != (num_rows,):
         raise RelayError(f"{name} has shape {tuple(values.shape)}, expected ({num_rows},)")
-    if num_rows and values.is_cpu and values.data_ptr() < LOWEST_ADDRESS:
+    if num_rows and not has_memory(values):
         raise RelayError(f"{name} has no storage any more")
     if values.dtype is not torch.int64 and values.dtype is not torch.int32:
         raise RelayError(f"{name} has dtype {values.dtype}, expected int64 or int32")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from typing import Protocol
 
 import torch
@@ -84,3 +86,36 @@ def both_done(earlier: CompletionMarker | None, later: CompletionMarker) -> Comp
 def mark(device: torch.device) -> CompletionMarker:
     """A marker behind everything that the current stream of `device` holds by now."""
     return EventMarker(device) if device.type == "cuda" else DONE
+
+
+class InFlight:
+    """What launches read or write by address until they are done, and no allocator knows of: kept here.
+
+    One a process, not one an assembler: an assembler may be dropped while its launches are in flight.
+    """
+
+    # So many entries behind one that is not done are looked through: streams end in any order.
+    _MANY = 64
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[CompletionMarker, object]] = deque()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, marker: CompletionMarker, held: object) -> None:
+        """Keep `held` until `marker` is done; then drop it, at a later call."""
+        dropped: list[object] = []  # after the lock: what ends with it may come back here
+        with self._lock:
+            while self._held and self._held[0][0].query():
+                dropped.append(self._held.popleft())
+            if len(self._held) >= self._MANY:
+                waiting: deque[tuple[CompletionMarker, object]] = deque()
+                for entry in self._held:
+                    (dropped if entry[0].query() else waiting).append(entry)
+                self._held = waiting
+            self._held.append((marker, held))
+
+
+IN_FLIGHT = InFlight()

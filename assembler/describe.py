@@ -32,7 +32,7 @@ class StagingBuffer:
     """
 
     def __init__(self, num_bytes: int, pin: bool) -> None:
-        self._slab = allocate_slab(num_bytes, pin)
+        self.slab = allocate_slab(num_bytes, pin)
         self._used = 0
         self.marker: CompletionMarker = DONE
 
@@ -42,9 +42,9 @@ class StagingBuffer:
     def take(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """[num_rows, width] of what is not used yet."""
         start, num_bytes = self._used, num_rows * width * dtype.itemsize
-        assert start + num_bytes <= self._slab.numel()
+        assert start + num_bytes <= self.slab.numel()
         self._used = start + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        return self._slab[start : start + num_bytes].view(dtype).view(num_rows, width)
+        return self.slab[start : start + num_bytes].view(dtype).view(num_rows, width)
 
     def put(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
         """Copy a host vector [n] in."""
@@ -53,12 +53,12 @@ class StagingBuffer:
         staged.copy_(vector)
         return staged
 
-    def uploaded(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of `tensors` (taken from here) on `device`: one upload for all of them."""
-        there = self._slab[: self._used].to(device, non_blocking=True)
+    def uploaded(self, machine: Machine, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of `tensors` (taken from here) on the device: one upload for all of them."""
+        there = machine.upload(self.slab[: self._used])
         moved = []
         for tensor in tensors:
-            start = tensor.data_ptr() - self._slab.data_ptr()
+            start = tensor.data_ptr() - self.slab.data_ptr()
             moved.append(there[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         return moved
 
@@ -121,7 +121,7 @@ def describe(
             sources = tuple(_addressed(source, staging) for source in sources)
         slots_tensor = None if slots is None else staging.put(slots)
         present = tuple(None if p is None else staging.put(p) for p in vectors)
-        if not machine.zero_copy:
+        if not machine.can_read_staging(staging.slab):
             sources, slots_tensor, present = _uploaded(located, sources, slots_tensor, present, staging, machine)
     return LaunchDescriptor(
         num_rows=located.num_rows,
@@ -176,7 +176,7 @@ def _uploaded(
             staged.append(source.pool.tensor)
         elif source.addresses_ptr is not None:
             staged.append(source.addresses_ptr)
-    moved = {id(old): new for old, new in zip(staged, staging.uploaded(machine.device, staged), strict=True)}
+    moved = {id(old): new for old, new in zip(staged, staging.uploaded(machine, staged), strict=True)}
 
     def moved_source(source: FieldSource) -> FieldSource:
         if source.addresses_ptr is not None:

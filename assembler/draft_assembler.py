@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 
@@ -24,7 +23,7 @@ from draftgather.check import (
     stacked_rows,
     value_problems,
 )
-from draftgather.completion import DONE, CompletionMarker, mark
+from draftgather.completion import DONE, IN_FLIGHT, CompletionMarker
 from draftgather.describe import StagingRing, describe
 from draftgather.draft_batch import DraftBatch
 from draftgather.draft_input import EagleDraftInput
@@ -83,7 +82,7 @@ class DraftAssembler:
         self.debug = debug
         self.vocab_size = vocab_size
         self._machine = machine_for(self.device) if machine is None else machine
-        self._outputs = make_outputs(self.fields, max_batch_size, self.device, outputs, output_memory)
+        self._outputs = make_outputs(self.fields, max_batch_size, self.device, self._machine, outputs, output_memory)
         self._formats = tuple(field.format for field in self.fields)
         self._names = tuple(field.name for field in self.fields)
         self._no_outputs = (None,) * len(self.fields)
@@ -93,8 +92,6 @@ class DraftAssembler:
         self._ring: StagingRing | None = None
         if self._machine.has_kernel:
             self._ring = StagingRing(StagingRing.bytes_for(self.fields, max_batch_size), self._machine.pins)
-        # Sources that a launch reads by address, and the allocators cannot see it: kept until its marker.
-        self._in_flight: deque[tuple[CompletionMarker, object]] = deque()
         self._last_relay: tuple[RelayMemory, RelayTables] | None = None
 
     # -- the two ways in
@@ -121,15 +118,19 @@ class DraftAssembler:
         numbers = as_int64(slots, "slots")
         tags = as_owners(owners, len(numbers))
         num_padded = self._check_call(len(numbers), request_ids, relay, pad_to, batch_outputs)
-        if not are_slots_good(mailbox, numbers, tags):
-            raise_problems(slot_problems(mailbox, numbers, tags, request_ids))
-        if self.debug:
-            rows = [[mailbox.row(field.name, slot) for slot in numbers.tolist()] for field in self.fields]
-            raise_problems(value_problems(self.fields, rows, request_ids, self.vocab_size))
-        located = locate_slots(mailbox, numbers, self._machine)
-        batch = self._launch(located, relay, num_padded, batch_outputs)
-        if located.route == "slots":
-            mailbox.note_readers(numbers, batch.done)
+        read, done = mailbox.begin_read(numbers), DONE
+        try:
+            if not are_slots_good(mailbox, numbers, tags):
+                raise_problems(slot_problems(mailbox, numbers, tags, request_ids))
+            if self.debug:
+                rows = [[mailbox.row(field.name, slot) for slot in numbers.tolist()] for field in self.fields]
+                raise_problems(value_problems(self.fields, rows, request_ids, self.vocab_size))
+            located = locate_slots(mailbox, numbers, self._machine)
+            batch = self._launch(located, relay, num_padded, batch_outputs)
+            if located.route == "slots":
+                done = batch.done
+        finally:
+            mailbox.end_read(read, done)
         return batch
 
     def assemble_rows(
@@ -278,13 +279,8 @@ class DraftAssembler:
             relay.future_map.raise_fence()
         if staging is not None:
             staging.marker = done
-            self._hold(done, descriptor)
+            IN_FLIGHT.hold(done, (descriptor, staging.slab))
         return self._batch(located, outputs, done, num_padded)
-
-    def _hold(self, done: CompletionMarker, held: object) -> None:
-        while self._in_flight and self._in_flight[0][0].query():
-            self._in_flight.popleft()
-        self._in_flight.append((done, held))
 
     def _batch(
         self, located: Located, outputs: Sequence[RowTable | None], done: CompletionMarker, num_padded: int
@@ -298,14 +294,15 @@ class DraftAssembler:
 
     def _empty(self, num_padded: int, batch_outputs: bool) -> DraftBatch:
         """No rows: typed tensors of padding only, nothing launched, nothing relayed."""
-        tensors: dict[str, torch.Tensor] = {}
+        tensors, done = {}, DONE
         if batch_outputs and num_padded:
-            for field, table in zip(self.fields, self._outputs.take(num_padded), strict=True):
-                tensors[field.name] = table.tensor.zero_()
+            tensors = {n: table.tensor for n, table in zip(self._names, self._outputs.take(num_padded), strict=True)}
+            # Zeroing padding is work on the stream like any other.
+            done = self._machine.zero(list(tensors.values()))
+            if self._machine.has_kernel:
+                IN_FLIGHT.hold(done, tensors)
         elif batch_outputs:
             tensors = dict(self._no_rows)
-        # Zeroing padding is work on the stream like any other.
-        done = mark(self.device) if tensors and num_padded else DONE
         return DraftBatch(tensors, "empty", self._all_present, done, 0, num_padded)
 
     def _zeros(self, num_rows: int, field: Field) -> torch.Tensor:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from draftgather.completion import DONE, CompletionMarker, mark
-from draftgather.kernels.gather_rows import LaunchDescriptor, gather_rows, gather_rows_torch
+from draftgather.completion import DONE, CompletionMarker
+from draftgather.kernels.gather_rows import LaunchDescriptor, gather_rows_torch
 from draftgather.machine import Machine
 
 
 def launch(descriptor: LaunchDescriptor, machine: Machine) -> CompletionMarker:
     """Run the kernel, or its twin where there is no kernel; the marker tells when it is done."""
-    if not machine.has_kernel:
-        gather_rows_torch(descriptor)
-        return DONE
-    with machine.active():
-        gather_rows(descriptor)
-        return mark(machine.device)
+    if machine.has_kernel:
+        return machine.run(descriptor)
+    gather_rows_torch(descriptor)
+    return DONE

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from draftgather.check import Int64Array
 from draftgather.draft_batch import Route
 from draftgather.errors import Problem, RowDeviceError, raise_problems
 from draftgather.fields import Field
 from draftgather.kernels.gather_rows import FieldSource
 from draftgather.machine import Machine
-from draftgather.mailbox import DraftMailbox
+from draftgather.mailbox import DraftMailbox, Int64Array
 
 
 class Located(NamedTuple):

@@ -1,14 +1,17 @@
-"""What the device at hand can do: the one place that knows one kind of machine from another."""
+"""The device at hand: what it can do, and what is queued on it. The one place that knows kinds of machines apart."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
+from draftgather.completion import CompletionMarker, mark
 from draftgather.errors import CaptureError
+from draftgather.kernels.gather_rows import LaunchDescriptor, gather_rows
 from draftgather.memory import can_pin, notice_once, zero_copy_works
 
 
@@ -23,7 +26,11 @@ class Machine:
 
     def can_read(self, tensor: torch.Tensor) -> bool:
         """Whether a launch can read `tensor` where it is."""
-        return tensor.device == self.device or (self.zero_copy and tensor.is_pinned())
+        return tensor.device == self.device or (self.zero_copy and _is_pinned(tensor))
+
+    def can_read_staging(self, slab: torch.Tensor) -> bool:
+        """The same of the library's own buffers: where the machine pins, it may have had no more to pin."""
+        return self.zero_copy and (not self.pins or slab.is_pinned())
 
     def refuse_capture(self) -> None:
         """CaptureError while the current stream is capturing a CUDA graph."""
@@ -33,9 +40,36 @@ class Machine:
                 'Assemble before the graph, with outputs="fixed", and let the graph read those tensors'
             )
 
+    # -- work on the caller's current stream, in its order; the host never waits for it
+
+    def run(self, descriptor: LaunchDescriptor) -> CompletionMarker:
+        """Launch the kernel."""
+        with self.active():
+            gather_rows(descriptor)
+            return mark(self.device)
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of `tensor` on the device; until it is done the host may not write there."""
+        return tensor.to(self.device, non_blocking=True)
+
+    def zero(self, tensors: Sequence[torch.Tensor]) -> CompletionMarker:
+        """Zero tensors on the device, or pinned ones that it writes to."""
+        for tensor in tensors:
+            if tensor.device == self.device:
+                tensor.zero_()
+            else:  # The host's own write would come before launches that are queued already.
+                tensor.copy_(torch.zeros_like(tensor, device=self.device), non_blocking=True)
+        return mark(self.device)
+
     def active(self) -> AbstractContextManager[object]:
         """Make `device` the current one around a launch (Triton launches on the current device)."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether both ends are: a registration may cover a part of it only."""
+    last = tuple([slice(-1, None)] * tensor.ndim)
+    return tensor.is_pinned() and tensor[last].is_pinned()
 
 
 @cache

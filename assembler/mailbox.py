@@ -18,11 +18,13 @@ from draftgather.errors import MailboxFullError, Problem, SlotError, raise_probl
 from draftgather.fields import TAG_WORDS, Field, RecordLayout
 from draftgather.kernels.gather_rows import FieldSource, RowTable
 from draftgather.memory import allocate_slab, can_pin
-from draftgather.rows import LOWEST_ADDRESS, row_problem, to_row
+from draftgather.rows import row_problem, to_row
 
 # What a slot is. A slot that is being freed stays WRITTEN or HELD to nobody: it is DRAINING.
 FREE, HELD, WRITTEN, DRAINING = range(4)
 _STATE_WORDS = ("free", "not written", "written", "released, with a launch that still reads it")
+
+Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 _CPU = torch.device("cpu")
 _TAG = struct.Struct(f"={TAG_WORDS}q")
@@ -53,23 +55,27 @@ class DraftMailbox:
     the last one's, so that `accept` tells a late write of a former tenant with the same owner. A `put` carries no
     generation: one that comes after its own release takes the free slot anew.
 
-    Threads: `acquire`, `put`, `accept` and `release` may be called from any thread. Different
-    threads may `put` different slots at once; a slot is written by one thread at a time, and neither
-    put nor released by another while `assemble_slots` is at work on it. A `put`
-    into a slot that a launch still reads is refused.
+    Threads: every method may be called from any thread, beside assemblers of other threads. A `put`
+    into a slot that `assemble_slots` or its launch still reads is refused, and a release then frees
+    the slot only later. Two puts into one slot at once, of one owner, are not told apart: a slot is
+    written by one thread at a time.
 
     Memory belongs to the mailbox, and lives as long as it, its views and the launches that read it.
     """
 
     def __init__(self, fields: Sequence[Field], num_slots: int, pin_memory: bool | None = None) -> None:
-        """pin_memory: None pins if the machine can; False touches no CUDA state (fork safety)."""
+        """pin_memory: None pins if the machine can; False touches no CUDA state (fork safety).
+
+        Where so much cannot be pinned the slab is pageable, with one notice: see `is_pinned`.
+        """
         self.layout = RecordLayout.of(fields)
         self.fields = self.layout.fields
         if not isinstance(num_slots, int) or isinstance(num_slots, bool) or num_slots < 1:
             raise ValueError(f"num_slots is {num_slots!r}, expected an integer of at least 1")
         self.num_slots = num_slots
-        self.is_pinned = can_pin() if pin_memory is None else pin_memory
-        self._slab = allocate_slab(num_slots * self.layout.record_bytes, self.is_pinned)
+        pin = can_pin() if pin_memory is None else pin_memory
+        self._slab = allocate_slab(num_slots * self.layout.record_bytes, pin)
+        self.is_pinned = pin and self._slab.is_pinned()
         self._address = self._slab.data_ptr()
         self._places = tuple(
             (field, (field.width,), field.dtype, field.row_bytes, offset)
@@ -100,6 +106,8 @@ class DraftMailbox:
         self._free = deque(range(num_slots))
         self._is_queued = np.ones(num_slots, bool)
         self._readers: dict[int, CompletionMarker] = {}  # slot -> the last launch that reads it
+        self._being_read: dict[int, Int64Array] = {}  # of calls that have not launched yet: their slots
+        self._num_reads = 0
         self._draining: deque[int] = deque()
 
     # -- what a transfer engine needs
@@ -159,7 +167,7 @@ class DraftMailbox:
                 and row.is_cpu
                 and row.is_contiguous()
                 and (num_bytes > dtype.itemsize or not row.is_neg())
-                and row.data_ptr() >= LOWEST_ADDRESS
+                and row.untyped_storage().nbytes() >= row.storage_offset() * dtype.itemsize + num_bytes
             ):
                 row = self._converted(field, row, slot)
             if field.optional:
@@ -245,11 +253,22 @@ class DraftMailbox:
             self._drain()
             return int(np.count_nonzero(self.states == FREE))
 
-    def note_readers(self, slots: np.ndarray[Any, Any], marker: CompletionMarker) -> None:
-        """For the assembler: a launch behind `marker` reads `slots`."""
-        if marker is DONE:
-            return
+    def begin_read(self, slots: Int64Array) -> int:
+        """For the assembler, before it looks at `slots`: nobody puts or frees them until `end_read`.
+
+        Gives the number to end it with. Slots out of range do no harm.
+        """
         with self._lock:
+            self._num_reads += 1
+            self._being_read[self._num_reads] = slots
+            return self._num_reads
+
+    def end_read(self, read: int, marker: CompletionMarker) -> None:
+        """The slots are read by a launch behind `marker`, and by nothing else any more."""
+        with self._lock:
+            slots = self._being_read.pop(read)
+            if marker is DONE:
+                return
             for slot in set(slots.tolist()):
                 # Launches on two streams may end in either order: both must be done.
                 self._readers[slot] = both_done(self._readers.get(slot), marker)
@@ -297,12 +316,19 @@ class DraftMailbox:
                     f"holds the row of owner {self._owner_of[slot]}",
                     f"a slot of owner {owner}, or a released one",
                 )
-            elif self._readers and slot in self._readers and not self._readers[slot].query():
+            elif self._is_read(slot):
                 fault = ("is read by a launch that is not done", "a slot that nobody reads")
             if fault is not None:
                 raise SlotError([Problem(0, None, f"slot {slot}", *fault, SlotError)])
             self._state_of[slot] = HELD
             return self._generations[slot]
+
+    def _is_read(self, slot: int) -> bool:
+        """Whether a call or a launch still reads the record."""
+        if self._being_read and any([(slots == slot).any() for slots in self._being_read.values()]):
+            return True
+        reader = self._readers.get(slot)
+        return reader is not None and not reader.query()
 
     def _tenancy_fault(self, slot: int) -> tuple[str, str] | None:
         state = self._state_of[slot]
@@ -341,8 +367,7 @@ class DraftMailbox:
         """Free the released slots whose last reader is done."""
         for _ in range(len(self._draining)):
             slot = self._draining.popleft()
-            reader = self._readers.get(slot)
-            if reader is not None and not reader.query():
+            if self._is_read(slot):
                 self._draining.append(slot)
                 continue
             self._readers.pop(slot, None)

@@ -19,10 +19,14 @@ _logger = logging.getLogger("draftgather")
 _HUGE_PAGE = 2 << 20
 
 
-@cache
-def notice_once(text: str) -> None:
-    """Log `text` as a warning, once a process."""
-    _logger.warning(text)
+_noticed: set[str] = set()
+
+
+def notice_once(text: str, detail: object = None) -> None:
+    """Log `text` as a warning, once a process, with what `detail` the first one had."""
+    if text not in _noticed:
+        _noticed.add(text)
+        _logger.warning(text if detail is None else f"{text} ({detail})")
 
 
 @cache
@@ -30,25 +34,32 @@ def can_pin() -> bool:
     """Whether this machine gives page-locked memory. Touches CUDA where there is a GPU."""
     if not torch.cuda.is_available():
         return False
+    return try_pinned((1,), torch.uint8) is not None
+
+
+def try_pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    """Uninitialised page-locked memory; None, with one notice, where there is none (WSL2, containers, `ulimit -l`)."""
     try:
-        pinned = torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True).is_pinned()
+        tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
     except RuntimeError as error:
-        notice_once(f"no pinned memory on this machine ({error}); transfers will be slower")
-        return False
-    if not pinned:
+        notice_once("this machine pins no memory, or no more of it; transfers will be slower", error)
+        return None
+    if not tensor.is_pinned():
         notice_once("memory asked for as pinned is not; transfers will be slower")
-    return pinned
+        return None
+    return tensor
 
 
 def allocate_slab(num_bytes: int, pin: bool) -> torch.Tensor:
-    """`num_bytes` zero bytes, page-aligned, untouched until written where the machine allows it.
+    """`num_bytes` zero bytes, page-aligned, pinned if asked for and possible, else untouched until written.
 
     Pageable slabs ask for huge pages: rows of a large pool are read at random, and a row then
     costs one TLB miss instead of four (gather and scatter each about 12 % faster at N=64).
     """
     with torch.inference_mode(False):
-        if pin:
-            return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        pinned = try_pinned((num_bytes,), torch.uint8) if pin else None
+        if pinned is not None:
+            return pinned.zero_()
         # A whole huge page of slack, so that the slab can start on a huge page's boundary.
         mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= _HUGE_PAGE:
@@ -61,12 +72,15 @@ def allocate_slab(num_bytes: int, pin: bool) -> torch.Tensor:
 
 def allocate_table(num_rows: int, row: RowFormat, device: torch.device, pin: bool) -> RowTable:
     """A zeroed table [num_rows, row.width] for the library's life: fixed outputs, relay buffers."""
-    if device.type != "cpu" and not pin:
-        with torch.inference_mode(False):
-            return RowTable.over(torch.zeros((num_rows, row.width), dtype=row.dtype, device=device))
-    slab = allocate_slab(num_rows * row.item.itemsize, pin)
+    shape = (num_rows, row.width)
     with torch.inference_mode(False):
-        return RowTable.over(slab.view(row.dtype).view(num_rows, row.width))
+        pinned = try_pinned(shape, row.dtype) if pin else None
+        if pinned is not None:
+            return RowTable.over(pinned.zero_())
+        if device.type != "cpu":
+            return RowTable.over(torch.zeros(shape, dtype=row.dtype, device=device))
+        slab = allocate_slab(num_rows * row.item.itemsize, pin=False)
+        return RowTable.over(slab.view(row.dtype).view(shape))
 
 
 class HostBlockCache:
@@ -113,7 +127,7 @@ CACHED_FROM_BYTES = 64 * 1024
 
 @cache
 def zero_copy_works(device: torch.device) -> bool:
-    """Whether `device` sees host writes to pinned memory that it has already read.
+    """Whether `device` sees host writes to pinned memory that it has already read, and the host what it writes there.
 
     Under confidential computing, in some containers and under WSL2 a mapping can be a dead
     copy: the device goes on seeing what was there when it was mapped. So the probe reads once,
@@ -123,18 +137,20 @@ def zero_copy_works(device: torch.device) -> bool:
         return False
     try:
         with torch.cuda.device(device):
-            pinned = torch.zeros((1, 64), dtype=torch.int64, device="cpu", pin_memory=True)
+            pinned, written = (torch.zeros((1, 64), dtype=torch.int64, pin_memory=True) for _ in range(2))
             slots = torch.zeros(1, dtype=torch.int64, device=device)
             seen = []
             for value in (1, 2):
                 pinned.fill_(value)
+                written.fill_(0)
                 output = torch.zeros((1, 64), dtype=torch.int64, device=device)
-                source, table = FieldSource(pool=RowTable(pinned)), RowTable(output)
-                row = RowFormat.of(64, torch.int64)
-                gather_rows(LaunchDescriptor(1, 1, (source,), slots, (None,), (table,), (row,)))
-                seen.append(output.cpu().eq(value).all().item())
+                source, row = FieldSource(pool=RowTable(pinned)), RowFormat.of(64, torch.int64)
+                for table in (output, written):
+                    gather_rows(LaunchDescriptor(1, 1, (source,), slots, (None,), (RowTable(table),), (row,)))
+                # The copy back waits for both launches.
+                seen += [output.cpu().eq(value).all().item(), written.eq(value).all().item()]
     except RuntimeError as error:
-        notice_once(f"the device cannot read pinned memory in place ({error}); rows are copied instead")
+        notice_once("the device cannot use pinned memory in place; rows are copied instead", error)
         return False
     if not all(seen):
         notice_once("the device's view of pinned memory is not live; rows are copied instead")

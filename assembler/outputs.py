@@ -9,7 +9,8 @@ import torch
 
 from draftgather.fields import Field
 from draftgather.kernels.gather_rows import FieldSource, RowFormat, RowTable
-from draftgather.memory import HostBlockCache, allocate_table, can_pin, notice_once
+from draftgather.machine import Machine
+from draftgather.memory import HostBlockCache, allocate_table, notice_once, try_pinned
 
 OutputMode = Literal["fresh", "fixed"]
 OutputMemory = Literal["device", "pinned"]
@@ -20,10 +21,9 @@ class FreshOutputs:
 
     def __init__(self, fields: Sequence[Field], device: torch.device, pin: bool) -> None:
         self._formats = tuple(field.format for field in fields)
-        self._device = torch.device("cpu") if pin else device
+        self._device = device
         self._pin = pin
-        is_pageable = self._device.type == "cpu" and not pin
-        self._table = HostBlockCache().table if is_pageable else self._torch_table
+        self._table = HostBlockCache().table if device.type == "cpu" else self._torch_table
 
     def take(self, num_rows: int, sources: Sequence[FieldSource] = ()) -> tuple[RowTable, ...]:
         """[num_rows, width] a field, uninitialised; or the table into which just these rows were read already."""
@@ -40,7 +40,8 @@ class FreshOutputs:
 
     def _torch_table(self, num_rows: int, row: RowFormat) -> RowTable:
         shape = (num_rows, row.width)
-        return RowTable.over(torch.empty(shape, dtype=row.dtype, device=self._device, pin_memory=self._pin))
+        pinned = try_pinned(shape, row.dtype) if self._pin else None
+        return RowTable.over(torch.empty(shape, dtype=row.dtype, device=self._device) if pinned is None else pinned)
 
 
 class FixedOutputs:
@@ -63,14 +64,19 @@ class FixedOutputs:
 
 
 def make_outputs(
-    fields: Sequence[Field], max_rows: int, device: torch.device, mode: OutputMode, memory: OutputMemory
+    fields: Sequence[Field],
+    max_rows: int,
+    device: torch.device,
+    machine: Machine,
+    mode: OutputMode,
+    memory: OutputMemory,
 ) -> FreshOutputs | FixedOutputs:
-    """The outputs of one assembler. "pinned" memory is pageable, with one notice, where nothing can be pinned."""
+    """The outputs of one assembler. "pinned" ones lie on the device, with one notice, where it cannot write theirs."""
     if mode not in ("fresh", "fixed"):
         raise ValueError(f'outputs is {mode!r}, expected "fresh" or "fixed"')
     if memory not in ("device", "pinned"):
         raise ValueError(f'output_memory is {memory!r}, expected "device" or "pinned"')
-    pin = memory == "pinned" and device.type == "cuda" and can_pin()
+    pin = memory == "pinned" and device.type == "cuda" and machine.pins and machine.zero_copy
     if memory == "pinned" and not pin:
         notice_once("no pinned memory for the outputs here; they lie on the assembler's device instead")
     return FreshOutputs(fields, device, pin) if mode == "fresh" else FixedOutputs(fields, max_rows, device, pin)

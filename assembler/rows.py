@@ -41,14 +41,15 @@ def is_convertible(source: torch.dtype, field: Field) -> bool:
     return field.allow_cast and source in CASTABLE and field.dtype in CASTABLE
 
 
-# Below this no process has memory: an address so small is the offset of a view whose storage is gone.
-LOWEST_ADDRESS = 1 << 16
 # How a Problem says so.
 NO_STORAGE = "has no storage"
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements of `tensor` are all inside its storage, which may have been freed or shrunk."""
+    """Whether the elements of `tensor` are all inside its storage, which may have been freed or shrunk.
+
+    Hot paths look at dense rows by `storage_offset() * itemsize + row_bytes` alone.
+    """
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
     if tensor.numel() == 0 or tensor.device.type == "meta":

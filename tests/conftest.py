@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # For `import helpers`: with import mode importlib the folder of the tests is on no path.
@@ -17,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import draftgather as dg
+from draftgather.completion import IN_FLIGHT
 from draftgather.machine import Machine, machine_for
 
 settings.register_profile("draftgather", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -45,6 +47,13 @@ MACHINES = {
 def machine(request: pytest.FixtureRequest) -> Machine:
     """What the device can do: the twin, and the kernel with each way of reading rows."""
     return MACHINES[request.param]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_in_flight() -> Iterator[None]:
+    """What a test's fake launches keep alive for ever is not the next one's."""
+    yield
+    IN_FLIGHT._held.clear()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from helpers import (
     FIELD_LISTS,
     FakeMarker,
     assert_bytes,
+    note_readers,
     random_rows,
     raw,
     row_of,
@@ -383,7 +384,7 @@ def test_slot_is_not_free_while_it_is_read(mailbox, row):
     for slot in slots:
         mailbox.put(slot, 5, **row)
     reader = FakeMarker()
-    mailbox.note_readers(np.array([1, 2, 2]), reader)
+    note_readers(mailbox, [1, 2, 2], reader)
     mailbox.release(slots)
     assert mailbox.num_free == 2
     assert {mailbox.acquire(), mailbox.acquire()} == {0, 3}
@@ -400,7 +401,7 @@ def test_slot_is_not_free_while_it_is_read(mailbox, row):
 def test_released_slot_cannot_be_gathered_or_accepted(mailbox, row):
     """Guards against rows of a request that is gone, also while its slot still drains."""
     mailbox.put(0, 5, **row)
-    mailbox.note_readers(np.array([0]), FakeMarker())
+    note_readers(mailbox, [0], FakeMarker())
     mailbox.release([0])
     with pytest.raises(dg.SlotError, match="slot is 0, which is released"):
         gather(mailbox, [0], [5])
@@ -414,7 +415,7 @@ def test_rewrite_under_a_reader(mailbox, row):
     """Guards against a put into a slot that a launch reads: refused until the launch is done."""
     reader = FakeMarker()
     mailbox.put(0, 5, **row)
-    mailbox.note_readers(np.array([0]), reader)
+    note_readers(mailbox, [0], reader)
     before = slab_bytes(mailbox)
     with pytest.raises(dg.SlotError, match="slot 0 is read by a launch that is not done"):
         mailbox.put(0, 5, **row)
@@ -430,7 +431,7 @@ def test_two_readers_on_two_streams(mailbox, row, first_done):
     readers = FakeMarker(), FakeMarker()
     mailbox.put(0, 5, **row)
     for reader in readers:
-        mailbox.note_readers(np.array([0]), reader)
+        note_readers(mailbox, [0], reader)
     mailbox.release([0])
     readers[first_done].is_done = True
     assert mailbox.num_free == 3
@@ -442,7 +443,7 @@ def test_accept_after_the_last_reader_is_done(mailbox, row):
     """Guards a caller with slot numbers of its own: the next tenant's record is taken once the reader is done."""
     reader = FakeMarker()
     mailbox.put(0, 5, **row)
-    mailbox.note_readers(np.array([0]), reader)
+    note_readers(mailbox, [0], reader)
     mailbox.release([0])
     reader.is_done = True
     write_record(mailbox, 0, 6, row)
@@ -455,7 +456,7 @@ def test_not_full_when_a_released_slot_is_done(mailbox, row):
     reader = FakeMarker()
     for slot in range(4):
         mailbox.put(slot, 5, **row)
-    mailbox.note_readers(np.array([3]), reader)
+    note_readers(mailbox, [3], reader)
     mailbox.release([3])
     reader.is_done = True
     assert mailbox.acquire() == 3

@@ -31,6 +31,7 @@ from helpers import (
     assert_relayed,
     make_request,
     make_settings,
+    note_readers,
     poisoned_map,
     random_rows,
     raw,
@@ -220,7 +221,7 @@ def test_o09_a_released_row_is_not_overwritten_while_it_is_read(fields):
     """O9, late writes after an abort: the slot has no next tenant before the last launch that reads it is done."""
     mailbox = written_mailbox(fields, random_rows(fields, 1), 1)
     reader = FakeMarker()
-    mailbox.note_readers(np.array([0]), reader)
+    note_readers(mailbox, [0], reader)
     mailbox.release([0])
     with pytest.raises(dg.MailboxFullError):
         mailbox.acquire()

@@ -14,6 +14,7 @@ from helpers import (
     FakeMarker,
     Poisoned,
     assert_batch,
+    note_readers,
     random_rows,
     row_of,
     written_mailbox,
@@ -298,7 +299,7 @@ def slots_rig(fields, machine) -> Poisoned:
     for slot in (0, 1, 3, 4, 5, 7):
         mailbox.put(slot, 100 + slot, **row_of(rows, slot))
     assert mailbox.acquire() == 2
-    mailbox.note_readers(np.array([4]), FakeMarker())
+    note_readers(mailbox, [4], FakeMarker())
     mailbox.release([3, 4, 5])
     return Poisoned(fields, machine, mailbox)
 

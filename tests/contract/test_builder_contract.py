@@ -467,7 +467,7 @@ def test_a_row_whose_memory_is_gone_is_not_handed_to_sglang(drop_in):
     twins.settle()
     batch = twins.batch(twins.ours, [1, 2])
     batch.reqs[1].hidden_states_tensor.untyped_storage().resize_(0)
-    with pytest.raises(dg.MissingRowError, match="'request-3'.*no storage"):
+    with pytest.raises(dg.MissingRowError, match=r"'request-3'.*no storage"):
         twins.ours.process(batch)
     assert drop_in.stats.refused == 1
 
