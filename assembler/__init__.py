@@ -15,6 +15,7 @@ from draftgather.errors import (
     CapacityError,
     CaptureError,
     DraftRowError,
+    LayoutError,
     MailboxFullError,
     MissingRowError,
     Problem,
@@ -25,7 +26,7 @@ from draftgather.errors import (
     RowValueError,
     SlotError,
 )
-from draftgather.fields import Field, eagle_fields
+from draftgather.fields import Field, RecordLayout, eagle_fields
 from draftgather.future_map import FutureMap, Relay
 from draftgather.mailbox import BufferInfo, DraftMailbox
 from draftgather.schedule_batch import ScheduleBatch
@@ -47,9 +48,11 @@ __all__ = [
     "EagleDraftInput",
     "Field",
     "FutureMap",
+    "LayoutError",
     "MailboxFullError",
     "MissingRowError",
     "Problem",
+    "RecordLayout",
     "Relay",
     "RelayError",
     "RowDeviceError",

@@ -20,6 +20,7 @@ from draftgather.kernels.gather_rows import (
 )
 from draftgather.locate import Located
 from draftgather.machine import Machine
+from draftgather.mailbox import Int64Array
 from draftgather.memory import allocate_slab
 
 _ALIGNMENT = 16
@@ -118,7 +119,8 @@ def describe(
         if located.route == "staged":
             sources, slots = _staged(formats, located, staging), np.arange(located.num_rows)
         elif slots is None:
-            sources = tuple(_addressed(source, staging) for source in sources)
+            written = _written(outputs, relay)
+            sources = tuple(_addressed(source, written, staging, machine) for source in sources)
         slots_tensor = None if slots is None else staging.put(slots)
         present = tuple(None if p is None else staging.put(p) for p in vectors)
         if not machine.can_read_staging(staging.slab):
@@ -153,11 +155,32 @@ def _staged(formats: tuple[RowFormat, ...], located: Located, staging: StagingBu
     return tuple(FieldSource(pool=table) for table in tables)
 
 
-def _addressed(source: FieldSource, staging: StagingBuffer) -> FieldSource:
-    """The addresses of separate rows, in a vector that the device reads."""
-    addresses = np.array(source.addresses or [0 if row is None else row.data_ptr() for row in source.rows], np.int64)
+def _written(outputs: Sequence[RowTable | None], relay: RelayTarget | None) -> list[tuple[int, int]]:
+    """(start, end) of every table that the launch writes rows to."""
+    tables = (*outputs, *(() if relay is None else relay.fields))
+    tensors = [table.tensor for table in tables if table is not None]
+    return [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
+
+
+def _addressed(
+    source: FieldSource, written: Sequence[tuple[int, int]], staging: StagingBuffer, machine: Machine
+) -> FieldSource:
+    """The addresses of separate rows, in a vector that the device reads.
+
+    Rows that lie in what the same launch writes (the future map, fixed outputs) are copied before: the
+    kernel reads and writes in any order.
+    """
+    addresses = _addresses(source)
+    ends = addresses + max([0 if row is None else row.nbytes for row in source.rows])
+    if any([((addresses < end) & (ends > start)).any() for start, end in written]):
+        source = source._replace(rows=[None if row is None else machine.upload(row) for row in source.rows])
+        addresses = _addresses(source._replace(addresses=None))
     is_aligned = bool(np.bitwise_or.reduce(addresses) % _ALIGNMENT == 0)
     return source._replace(addresses_ptr=staging.put(addresses), is_aligned=is_aligned)
+
+
+def _addresses(source: FieldSource) -> Int64Array:
+    return np.array(source.addresses or [0 if row is None else row.data_ptr() for row in source.rows], np.int64)
 
 
 def _uploaded(

@@ -48,8 +48,8 @@ class DraftAssembler:
     addresses for its life; the next call overwrites them, and the caller orders that. Rows given to
     `assemble_rows` may be dropped or reused when the call returns if the device is the CPU or they
     came by the route "staged"; by "pointers" on a GPU they must keep their values until
-    `batch.done`, and the assembler holds a reference to them until then. Rows must not be views of
-    what the same launch writes: the future map's buffers.
+    `batch.done`, and a reference to them is held until then. Rows may be views of what the same call
+    writes, the future map or the fixed outputs: they are read before.
     """
 
     def __init__(
@@ -208,6 +208,20 @@ class DraftAssembler:
 
         Touches memory of the assembler's own only. Waits for the compiler: for start-up.
         """
+        try:
+            self._warm_up()
+        except FileNotFoundError:
+            # Another process tidied the compiler's cache folder at that moment. Once is bad luck, twice is a fault.
+            self._warm_up()
+
+    @property
+    def num_staging_buffers(self) -> int:
+        """How far the staging ring has grown; 0 where rows are never staged for a device."""
+        return 0 if self._ring is None else self._ring.num_buffers
+
+    # -- inside
+
+    def _warm_up(self) -> None:
         mailbox = DraftMailbox(self.fields, 1, pin_memory=self._machine.pins)
         mailbox.put(
             0, 0, **{field.name: torch.zeros(field.width, dtype=field.dtype, device="cpu") for field in self.fields}
@@ -224,13 +238,6 @@ class DraftAssembler:
         running = SimpleNamespace(spec_info=EagleDraftInput(future_indices=one), seq_lens=one)
         future_map.resolve(running)
         future_map.stash(one, running.spec_info)
-
-    @property
-    def num_staging_buffers(self) -> int:
-        """How far the staging ring has grown; 0 where rows are never staged for a device."""
-        return 0 if self._ring is None else self._ring.num_buffers
-
-    # -- inside
 
     def _the_mailbox(self) -> DraftMailbox:
         if self.mailbox is None:

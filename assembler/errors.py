@@ -8,6 +8,7 @@
       RowValueError                debug mode: an id outside the vocabulary, a probability not finite
       SlotError                    a slot out of range, not written, torn, or of another owner
     RelayError(ValueError)         future indices, lengths, tokens or the future map do not fit
+    LayoutError(ValueError)        a transfer's two sides have different field lists
     CapacityError(ValueError)      more rows than the assembler was made for
     MailboxFullError(RuntimeError) no free slot: fall back to your own copies, nothing waits
     CaptureError(RuntimeError)     called while a CUDA graph is being captured
@@ -77,6 +78,10 @@ class SlotError(DraftRowError):
 
 class RelayError(ValueError):
     """What is to be relayed does not fit the future map."""
+
+
+class LayoutError(ValueError):
+    """The two sides of a transfer lay out their records differently."""
 
 
 class CapacityError(ValueError):

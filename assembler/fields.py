@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from draftgather.errors import LayoutError
 from draftgather.kernels.gather_rows import RowFormat
 
 # A record's tag: owner, generation and layout word, int64 each, at the record's end.
@@ -137,6 +138,14 @@ class RecordLayout:
         for i, is_present in enumerate(present):
             word |= is_present << i
         return word
+
+    def check_peer(self, fingerprint: int) -> None:
+        """LayoutError unless it is this layout's: both sides of a transfer exchange it before the first byte moves."""
+        if fingerprint != self.fingerprint:
+            raise LayoutError(
+                f"the peer's records have the layout {fingerprint:#x}, these {self.fingerprint:#x} "
+                f"({self.record_bytes} bytes: {', '.join(f'{f.name} {f.width} {f.dtype}' for f in self.fields)})"
+            )
 
     @property
     def optional_fields(self) -> tuple[int, ...]:

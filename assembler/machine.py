@@ -50,7 +50,7 @@ class Machine:
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of `tensor` on the device; until it is done the host may not write there."""
-        return tensor.to(self.device, non_blocking=True)
+        return torch.empty_like(tensor, device=self.device).copy_(tensor, non_blocking=True)
 
     def zero(self, tensors: Sequence[torch.Tensor]) -> CompletionMarker:
         """Zero tensors on the device, or pinned ones that it writes to."""
