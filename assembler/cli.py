@@ -1,4 +1,4 @@
-"""The command line: `draftgather demo`, `draftgather doctor`, `draftgather bench`."""
+"""The command line: `draftgather demo`, `draftgather soak`, `draftgather doctor`, `draftgather bench`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from draftgather.arrivals import Arrival, TraceError, generate, read_trace
 from draftgather.bench.environment import environment
 from draftgather.demo import DemoFigures, DemoOptions, replay
 from draftgather.doctor import Diagnosis, diagnose
+from draftgather.soak import DRIFT_BOUND_BYTES, NUM_SAMPLES, SoakOptions, SoakReport, soak
 
 # Without markup and pretty exceptions: errors are plain lines, in a pipe too.
 app = typer.Typer(
@@ -142,6 +143,41 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command("soak")
+def run_soak(
+    minutes: Annotated[float, typer.Option(callback=_check_factor, help="At least until each fault had its turn.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    hidden_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Width of the draft's hidden state.")] = 1024,
+    topk: Annotated[int, typer.Option(min=1, max=64)] = 4,
+    device: Annotated[Device, typer.Option(callback=_check_device)] = Device.cpu,
+    num_slots: Annotated[int, typer.Option(min=16, max=1 << 20, help="Of the mailbox and of the future map.")] = 1024,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help='Also write the report as JSON; "-" is the standard output.')
+    ] = None,
+) -> None:
+    """Replay arrivals at full speed, with aborts, retractions and faults that must be refused; compare every byte.
+
+    One CPU thread. Exit code: 0 if all is well, 1 if not, 2 for a bad option or file.
+    """
+    is_stdout = json_file == Path("-")
+    if json_file is not None and not is_stdout:
+        _check_writable(json_file, None)
+    torch.set_num_threads(1)
+    options = SoakOptions(minutes, hidden_size, topk, torch.device(device.value), seed, num_slots)
+    with _progress(NUM_SAMPLES, "soak") as on_progress:
+        report = soak(options, on_progress)
+    console = Console(stderr=is_stdout)
+    console.print(_soak_table(report, device))
+    for problem in report.problems:
+        console.print(problem, style="bold red", markup=False, highlight=False)
+    if json_file is not None:
+        where = environment() | {"device": device.value, "threads": 1}
+        told = asdict(report) | {"options": asdict(options), "environment": where}
+        _write(json_file, json.dumps(told, indent=2, default=str), is_stdout)
+    if report.problems:
+        raise typer.Exit(1)
+
+
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Tell what this machine offers, and by which route rows of each kind reach each device."""
@@ -249,13 +285,13 @@ def _fail(text: str) -> NoReturn:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
+def _progress(total: int, what: str = "requests") -> Iterator[Callable[[int], None]]:
     """A bar on a terminal; its callback adds finished requests."""
     # Without rich's own thread, which would run in the midst of what is timed.
     with Progress(
         console=Console(stderr=True), auto_refresh=False, transient=True, disable=not sys.stderr.isatty()
     ) as bar:
-        task, shown = bar.add_task("requests", total=total), monotonic()
+        task, shown = bar.add_task(what, total=total), monotonic()
 
         def advance(num_requests: int) -> None:
             nonlocal shown
@@ -287,6 +323,36 @@ def _demo_table(f: DemoFigures, device: Device) -> Table:
     table.add_row("route", f.route)
     table.add_row("launches", str(f.launches))
     table.add_row("mismatches", str(f.mismatches), style="bold red" if f.mismatches else "green")
+    return table
+
+
+def _soak_table(r: SoakReport, device: Device) -> Table:
+    drift = "not measured" if r.drift_bytes is None else f"{r.drift_bytes / 2**20:.1f}"
+    table = Table("", "", title=f"draftgather soak, {r.seconds:.0f} s on {device.value}", show_header=False)
+    table.columns[1].justify = "right"
+
+    def add(name: str, value: int | str, is_good: bool | None = None) -> None:
+        style = None if is_good is None else "green" if is_good else "bold red"
+        table.add_row(name, f"{value:,}" if isinstance(value, int) else value, style=style)
+
+    add("rows assembled, compared", r.rows_assembled)
+    add("  of those separate tensors", r.rows_own_copy)
+    add("rows stashed", r.rows_stashed)
+    add("rows resolved, compared", r.rows_resolved)
+    add("batches", r.batches)
+    add("mismatches", r.mismatches, r.mismatches == 0)
+    table.add_section()
+    for name, fault in r.faults.items():
+        add(name, f"{fault.injected} injected, {fault.refused} refused", fault.injected == fault.refused)
+    table.add_section()
+    add("aborts", r.aborts)
+    add("retractions, of those resumed", f"{r.retractions:,}, {r.resumes:,}")
+    add("slot reuses", r.slot_reuses)
+    add("found the mailbox full", r.overflows)
+    add("slots leaked", "not counted" if r.leaked_slots is None else r.leaked_slots, r.leaked_slots == 0)
+    add(f"memory drift, MiB (at most {DRIFT_BOUND_BYTES >> 20})", drift, (r.drift_bytes or 0) <= DRIFT_BOUND_BYTES)
+    add("pinned, MiB", f"{r.pinned_bytes / 2**20:.1f}")
+    add("staging buffers", r.staging_buffers)
     return table
 
 
