@@ -21,10 +21,10 @@ from rich.table import Table
 
 from draftgather import __version__
 from draftgather.arrivals import Arrival, TraceError, generate, read_trace
+from draftgather.bench.demo import DemoFigures, DemoOptions, replay
 from draftgather.bench.environment import environment
-from draftgather.demo import DemoFigures, DemoOptions, replay
+from draftgather.bench.soak import DRIFT_BOUND_BYTES, NUM_SAMPLES, SoakOptions, SoakReport, soak
 from draftgather.doctor import Diagnosis, diagnose
-from draftgather.soak import DRIFT_BOUND_BYTES, NUM_SAMPLES, SoakOptions, SoakReport, soak
 
 # Without markup and pretty exceptions: errors are plain lines, in a pipe too.
 app = typer.Typer(

@@ -67,8 +67,9 @@ class DraftAssembler:
     ) -> None:
         """max_batch_size: most rows of a batch, padding included; more is a CapacityError.
 
-        debug: also look at the rows' values before each launch (never written: all zero; `topk_index`
-        outside `vocab_size`; `topk_p` not finite). This reads every row on the host.
+        debug: also look at the rows before each launch: never written (all zero), `topk_index` outside
+        `vocab_size`, `topk_p` not finite, a record that was written over since it was put or accepted.
+        This reads every row on the host.
         machine: what the device can do; None probes it.
         """
         self.fields = check_fields(fields)
@@ -123,6 +124,7 @@ class DraftAssembler:
             if not are_slots_good(mailbox, numbers, tags):
                 raise_problems(slot_problems(mailbox, numbers, tags, request_ids))
             if self.debug:
+                raise_problems(mailbox.late_writes(numbers, request_ids))
                 rows = [[mailbox.row(field.name, slot) for slot in numbers.tolist()] for field in self.fields]
                 raise_problems(value_problems(self.fields, rows, request_ids, self.vocab_size))
             located = locate_slots(mailbox, numbers, self._machine)

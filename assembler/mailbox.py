@@ -253,6 +253,19 @@ class DraftMailbox:
             self._drain()
             return int(np.count_nonzero(self.states == FREE))
 
+    def late_writes(self, slots: Int64Array, request_ids: Sequence[object] | None) -> list[Problem]:
+        """Of written slots, those whose record has another tag by now: a transfer engine wrote there since.
+
+        For debug mode: it reads the records.
+        """
+        problems = []
+        for i, slot in enumerate(slots.tolist()):
+            fault = self._tag_fault(slot, self._owner_of[slot])
+            if fault is not None:
+                request_id = None if request_ids is None else request_ids[i]
+                problems.append(Problem(i, request_id, f"the record of slot {slot}", *fault, SlotError))
+        return problems
+
     def begin_read(self, slots: Int64Array) -> int:
         """For the assembler, before it looks at `slots`: nobody puts or frees them until `end_read`.
 

@@ -11,6 +11,7 @@ import torch
 
 import draftgather as dg
 from draftgather import mailbox as mailbox_module
+from helpers import write_record
 
 FIELDS = dg.eagle_fields(4, 64, torch.bfloat16)
 
@@ -96,9 +97,9 @@ def test_future_map_is_not_copied(make):
 
 
 @pytest.mark.parametrize("num_rows", [2, 8, 20])
-def test_rows_of_the_previous_batch(num_rows):
+def test_rows_of_the_previous_batch(machine, num_rows):
     """Guards against rows that are overwritten before they are read: fixed outputs, fed back reversed."""
-    assembler = dg.DraftAssembler(FIELDS, max_batch_size=32, outputs="fixed")
+    assembler = dg.DraftAssembler(FIELDS, max_batch_size=32, outputs="fixed", machine=machine)
     rows = [a_row(float(i)) for i in range(num_rows)]
     first = assembler.assemble_rows(**{name: [row[name] for row in rows] for name in rows[0]})
     second = assembler.assemble_rows(**{name: list(tensor.flip(0)) for name, tensor in first.tensors.items()})
@@ -186,3 +187,79 @@ def test_release_during_put(monkeypatch):
     assert "released while its row was put" in str(caught[0])
     with pytest.raises(dg.SlotError, match="not written yet"):
         dg.DraftAssembler(FIELDS, mailbox=mailbox).assemble_slots([slot])
+
+
+@pytest.mark.parametrize("by", ["late write", "torn", "put"])
+def test_debug_mode_finds_late_writes(machine, by):
+    """Guards a row that an engine overwrote after it was accepted: an aborted request's transfer that goes on."""
+    mailbox = dg.DraftMailbox(FIELDS, 1)
+    former = mailbox.generation(0)
+    mailbox.put(0, 6, **a_row())
+    mailbox.release(0)
+    write_record(mailbox, 0, 7, a_row())
+    mailbox.accept([0], [7])
+    assembler = dg.DraftAssembler(FIELDS, mailbox=mailbox, machine=machine, debug=True)
+    assert assembler.assemble_slots([0], [7]).num_rows == 1
+    if by == "put":  # its owner's own
+        mailbox.put(0, 7, **a_row(2.0))
+        assert assembler.assemble_slots([0], [7]).tensors["topk_index"].tolist() == [[2] * 4]
+        return
+    expected = "is of generation 1, expected generation 2"
+    if by == "torn":
+        write_record(mailbox, 0, 7, a_row(), layout_word=0)
+        expected = "is torn"
+    else:
+        write_record(mailbox, 0, 6, a_row(3.0), generation=former)
+    with pytest.raises(dg.SlotError, match=f"request 'a7': the record of slot 0 {expected}"):
+        assembler.assemble_slots([0], [7], ["a7"])
+
+
+def test_peers_of_another_layout_are_told_before_the_first_byte():
+    """Guards a transfer between two field lists; what only the reader decides is not part of a layout."""
+    layout = dg.RecordLayout.of(FIELDS)
+    layout.check_peer(dg.DraftMailbox(FIELDS, 1).layout.fingerprint)
+    layout.check_peer(
+        dg.RecordLayout.of([dg.Field(f.name, f.width, f.dtype, allow_cast=True) for f in FIELDS]).fingerprint
+    )
+    for other in (dg.eagle_fields(4, 128), dg.eagle_fields(4, 64, torch.float16), FIELDS[:2], FIELDS[::-1]):
+        with pytest.raises(dg.LayoutError, match=r"the peer's records have the layout 0x\w+, these 0x\w+ \(256 bytes"):
+            layout.check_peer(dg.RecordLayout.of(other).fingerprint)
+
+
+@pytest.mark.parametrize("values", [[True, 1], (0, False), [True]])
+def test_bools_are_no_slots(values):
+    """Guards against a flag that is taken for slot 1."""
+    mailbox = dg.DraftMailbox(FIELDS, 2)
+    for slot in range(2):
+        mailbox.put(slot, slot, **a_row())
+    with pytest.raises(TypeError, match="slots"):
+        dg.DraftAssembler(FIELDS, mailbox=mailbox).assemble_slots(values)
+
+
+@pytest.mark.parametrize("shrink_to", [0, 64, 500])
+@pytest.mark.parametrize("width", [64, 4096])
+def test_rows_of_shrunk_storage(machine, width, shrink_to):
+    """Guards against bytes beyond the end of a storage that was made smaller: a whole row, and a view of a pool."""
+    fields = (dg.Field("a", width, torch.float64),)
+    whole, pool = torch.zeros(width, dtype=torch.float64), torch.zeros(3, width, dtype=torch.float64)
+    for row in (whole, pool[2]):
+        row.untyped_storage().resize_(shrink_to)
+        with pytest.raises(dg.MissingRowError, match="has no storage"):
+            dg.DraftAssembler(fields, machine=machine).assemble_rows(a=[torch.zeros(width, dtype=torch.float64), row])
+        with pytest.raises(dg.MissingRowError, match="has no storage"):
+            dg.DraftMailbox(fields, 1).put(0, 1, a=row)
+
+
+def test_rows_of_the_future_map_itself(machine):
+    """Guards rows that are views of what the same launch relays into: the kernel keeps no order among rows."""
+    rows = [a_row(float(i)) for i in range(1, 7)]
+    future_map = dg.FutureMap(FIELDS, 8, machine=machine)
+    assembler = dg.DraftAssembler(FIELDS, machine=machine)
+    count = torch.arange(1, 7)
+    relay = dg.Relay(future_map, count, count, count)
+    assembler.assemble_rows(relay=relay, **{name: [row[name] for row in rows] for name in rows[0]})
+    for _ in range(2):
+        views = {name: [buffer[i] for i in reversed(range(1, 7))] for name, buffer in future_map.buffers.items()}
+        assembler.assemble_rows(relay=relay, batch_outputs=False, **views)
+    assert future_map.buffers["topk_index"][1:7, 0].tolist() == [1, 2, 3, 4, 5, 6]
+    assert future_map.buffers["hidden_states"][1:7, 63].tolist() == [1, 2, 3, 4, 5, 6]

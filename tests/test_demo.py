@@ -11,7 +11,7 @@ import torch
 
 from draftgather import draft_assembler, launch
 from draftgather.arrivals import Arrival, generate
-from draftgather.demo import DemoFigures, DemoOptions, PoolIndices, RowSource, replay, same_bytes
+from draftgather.bench.demo import DemoFigures, DemoOptions, PoolIndices, RowSource, replay, same_bytes
 from draftgather.draft_assembler import DraftAssembler
 from draftgather.draft_batch import DraftBatch
 from draftgather.draft_input import EagleDraftInput

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 import draftgather as dg
 from draftgather import draft_assembler, mailbox
-from draftgather import soak as soak_module
+from draftgather.bench import soak as soak_module
+from draftgather.bench.demo import same_bytes
+from draftgather.bench.soak import DRIFT_BOUND_BYTES, NUM_SAMPLES, Reference, SoakOptions, soak
 from draftgather.cli import app
-from draftgather.demo import same_bytes
 from draftgather.machine import Machine
-from draftgather.soak import DRIFT_BOUND_BYTES, NUM_SAMPLES, Reference, SoakOptions, soak
 
 # As short as can be: until each fault has had its turn.
 SMALL = SoakOptions(minutes=0.0, hidden_size=24, num_slots=16, max_batch_size=4, fault_every=1)

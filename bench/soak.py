@@ -20,7 +20,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 import draftgather as dg
 from draftgather.arrivals import generate
-from draftgather.demo import PoolIndices, RowSource, same_bytes
+from draftgather.bench.demo import PoolIndices, RowSource, same_bytes
 from draftgather.describe import StagingRing
 from draftgather.machine import Machine, machine_for
 
