@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -15,7 +16,7 @@ from draftgather.draft_assembler import DraftAssembler
 from draftgather.draft_batch import DraftBatch
 from draftgather.draft_input import CaptureHiddenMode, EagleDraftInput
 from draftgather.errors import Problem, RelayError, raise_problems
-from draftgather.fields import Field, RecordLayout, eagle_fields
+from draftgather.fields import Field, eagle_fields
 from draftgather.future_map import FutureMap, Relay
 from draftgather.machine import as_device
 from draftgather.mailbox import DraftMailbox
@@ -93,14 +94,16 @@ def build_bonus_disagg_draft_input(batch: Any, last_tokens_tensor: torch.Tensor,
 class EagleRows:
     """The draft rows of requests in one configuration, on one device, and the assemblers for them."""
 
-    def __init__(self, fields: tuple[Field, ...], device: torch.device) -> None:
+    def __init__(self, fields: tuple[Field, ...], device: torch.device, mailbox: DraftMailbox | None) -> None:
         self.fields = fields
         self.device = device
+        self._mailbox = mailbox
         self._wide = _as_metadata(fields)
         self._by_row = DraftAssembler(self._wide, device, _MAX_BATCH_SIZE)
         self._by_slot: DraftAssembler | None = None
-        if _mailbox is not None and _mailbox.layout.fingerprint == RecordLayout.of(fields).fingerprint:
-            self._by_slot = DraftAssembler(fields, device, _MAX_BATCH_SIZE, _mailbox)
+        with suppress(ValueError):  # records of other fields: requests are asked for their own rows
+            if mailbox is not None:
+                self._by_slot = DraftAssembler(self._wide, device, _MAX_BATCH_SIZE, mailbox)
 
     def assemble(self, reqs: Sequence[Any], relay: Relay | None) -> Mapping[str, torch.Tensor]:
         """The tensors [b, width] a field: row i is that of reqs[i], of which there is at least one.
@@ -109,8 +112,8 @@ class EagleRows:
         """
         if len(reqs) > self._by_row.max_batch_size:
             self._grow(_power_of_two(len(reqs)))
-        if _mailbox is not None:
-            return self._assemble_slots(_mailbox, reqs, [req.rid for req in reqs], relay).tensors
+        if self._mailbox is not None:
+            return self._assemble_slots(self._mailbox, reqs, [req.rid for req in reqs], relay).tensors
         rows: dict[str, Any] = {
             name: [getattr(req, attribute, None) for req in reqs] for name, attribute in REQUEST_ROWS.items()
         }
@@ -127,6 +130,11 @@ class EagleRows:
     ) -> DraftBatch:
         """Records of the mailbox, where every request has one of just these fields; else views of them, and rows."""
         slots = [getattr(req, "draft_slot", None) for req in reqs]
+        if self._by_slot is not None and None not in slots:
+            owners = [getattr(req, "draft_owner", None) for req in reqs]
+            if owners.count(None) in (0, len(owners)):
+                given = None if None in owners else owners
+                return self._by_slot.assemble_slots(slots, given, request_ids, relay=relay)  # type: ignore[arg-type]
         # Records are looked at, and perhaps read as views: they are not freed before the launch is done.
         read, done = mailbox.begin_read(as_int64([slot for slot in slots if slot is not None], "slots")), DONE
         try:
@@ -143,7 +151,7 @@ class EagleRows:
     def _grow(self, max_batch_size: int) -> None:
         self._by_row = DraftAssembler(self._wide, self.device, max_batch_size)
         if self._by_slot is not None:
-            self._by_slot = DraftAssembler(self.fields, self.device, max_batch_size, self._by_slot.mailbox)
+            self._by_slot = DraftAssembler(self._wide, self.device, max_batch_size, self._by_slot.mailbox)
 
 
 @lru_cache(maxsize=64)
@@ -155,10 +163,14 @@ def eagle_rows(
     device: torch.device,
     casting: frozenset[str] = frozenset(),
     exact: bool = False,
+    mailbox: DraftMailbox | None = None,
 ) -> EagleRows:
-    """The rows of one configuration, made once. casting: names of the fields that may be cast; exact: none is."""
+    """The rows of one configuration, made once. casting: names of the fields that may be cast; exact: none is.
+
+    mailbox: where a request's `draft_slot` is a slot.
+    """
     fields = eagle_fields(topk, hidden_size, hidden_dtype, num_steps=num_steps)
-    return EagleRows(tuple(replace(f, allow_cast=f.name in casting, exact=exact) for f in fields), device)
+    return EagleRows(tuple(replace(f, allow_cast=f.name in casting, exact=exact) for f in fields), device, mailbox)
 
 
 def assemble_requests(
@@ -196,7 +208,8 @@ def _configured_rows(batch: Any, server_args: Any, future_map: Any) -> EagleRows
         hidden = _hidden_field_of_rows(batch)
     width, dtype = (1, torch.float32) if hidden is None else (hidden.width, hidden.dtype)
     casting = frozenset([f.name for f in relayed if f.allow_cast])
-    return eagle_rows(server_args.speculative_eagle_topk, steps, width, dtype, as_device(batch.device), casting)
+    device = as_device(batch.device)
+    return eagle_rows(server_args.speculative_eagle_topk, steps, width, dtype, device, casting, mailbox=_mailbox)
 
 
 def _hidden_field_of_rows(batch: Any) -> Field | None:

@@ -28,7 +28,7 @@ from draftgather.describe import StagingRing, describe
 from draftgather.draft_batch import DraftBatch
 from draftgather.draft_input import EagleDraftInput
 from draftgather.errors import Problem, RelayError, raise_problems
-from draftgather.fields import Field, RecordLayout, check_fields
+from draftgather.fields import Field, check_fields
 from draftgather.future_map import FutureMap, Relay, RelayMemory, RelayTables
 from draftgather.kernels.gather_rows import FieldSource, RelayTarget, RowTable
 from draftgather.launch import launch
@@ -78,11 +78,13 @@ class DraftAssembler:
         self.device = as_device(device)
         self.max_batch_size = max_batch_size
         self.mailbox = mailbox
-        if mailbox is not None and mailbox.layout.fingerprint != RecordLayout.of(self.fields).fingerprint:
-            raise ValueError(f"the mailbox has the fields {mailbox.fields}, the assembler {self.fields}")
+        self._machine = machine_for(self.device) if machine is None else machine
+        self._records = () if mailbox is None else mailbox.sources_for(self.fields)
+        self._reads_records = not self._machine.has_kernel or all(
+            [source.pool is not None and self._machine.can_read(source.pool.tensor) for source in self._records]
+        )
         self.debug = debug
         self.vocab_size = vocab_size
-        self._machine = machine_for(self.device) if machine is None else machine
         self._outputs = make_outputs(self.fields, max_batch_size, self.device, self._machine, outputs, output_memory)
         self._formats = tuple(field.format for field in self.fields)
         self._names = tuple(field.name for field in self.fields)
@@ -127,7 +129,7 @@ class DraftAssembler:
                 raise_problems(mailbox.late_writes(numbers, request_ids))
                 rows = [[mailbox.row(field.name, slot) for slot in numbers.tolist()] for field in self.fields]
                 raise_problems(value_problems(self.fields, rows, request_ids, self.vocab_size))
-            located = locate_slots(mailbox, numbers, self._machine)
+            located = locate_slots(mailbox, self._records, self._reads_records, numbers)
             batch = self._launch(located, relay, num_padded, batch_outputs)
             if located.route == "slots":
                 done = batch.done

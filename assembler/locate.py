@@ -27,7 +27,7 @@ class Located(NamedTuple):
     all_present: bool  # every field in every row
 
 
-def locate_slots(mailbox: DraftMailbox, slots: Int64Array, machine: Machine) -> Located:
+def locate_slots(mailbox: DraftMailbox, sources: tuple[FieldSource, ...], in_place: bool, slots: Int64Array) -> Located:
     """Rows that are records of `mailbox`: read in place, or staged where the device cannot."""
     present: list[np.ndarray[Any, np.dtype[np.bool_]] | None] = [None] * len(mailbox.fields)
     all_present = True
@@ -35,8 +35,7 @@ def locate_slots(mailbox: DraftMailbox, slots: Int64Array, machine: Machine) -> 
         has_field = mailbox.presence[row, slots]
         if not has_field.all():
             present[f], all_present = has_field, False
-    in_place = not machine.has_kernel or all(machine.can_read(mailbox.view(field.name)) for field in mailbox.fields)
-    return Located("slots" if in_place else "staged", len(slots), mailbox.sources, slots, tuple(present), all_present)
+    return Located("slots" if in_place else "staged", len(slots), sources, slots, tuple(present), all_present)
 
 
 def locate_rows(

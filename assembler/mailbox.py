@@ -8,6 +8,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,12 @@ def _owner(owner: int) -> int:
     if isinstance(owner, (int, np.integer)) and -(1 << 63) <= owner < 1 << 63:
         return int(owner)
     raise ValueError(f"owner is {owner!r}, expected a 64-bit integer")
+
+
+def _holds(own: Field, field: Field) -> bool:
+    """Whether records with the field `own` have the rows of `field`."""
+    is_wide_enough = own.width == field.width or (field.leading and own.width > field.width)
+    return is_wide_enough and (own.name, own.dtype, own.optional) == (field.name, field.dtype, field.optional)
 
 
 class BufferInfo(NamedTuple):
@@ -82,7 +89,6 @@ class DraftMailbox:
             for field, offset in zip(self.fields, self.layout.offsets, strict=True)
         )
         self._views = {field.name: self._field_view(i) for i, field in enumerate(self.fields)}
-        self.sources = tuple(FieldSource(pool=RowTable.over(view)) for view in self._views.values())
         tag_item = self.layout.tag_offset // 8
         record_items = self.layout.record_bytes // 8
         words = self._slab.view(torch.int64).view(num_slots, record_items)
@@ -126,6 +132,16 @@ class DraftMailbox:
     def generation(self, slot: int) -> int:
         """The number of the slot's tenancy (the coming one, of a free slot): a writer puts it into the tag."""
         return self._generations[self._slot(slot)]
+
+    def sources_for(self, fields: Sequence[Field]) -> tuple[FieldSource, ...]:
+        """Where an assembler of `fields` reads each of them.
+
+        They are the mailbox's own, in their order; one that says `leading` may be narrower. ValueError otherwise.
+        """
+        for own, field in zip_longest(self.fields, fields):
+            if own is None or field is None or not _holds(own, field):
+                raise ValueError(f"the mailbox has the fields {self.fields}, the assembler {tuple(fields)}")
+        return tuple(FieldSource(pool=RowTable.over(self._views[f.name][:, : f.width])) for f in fields)
 
     # -- a slot's life
 
