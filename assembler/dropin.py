@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from draftgather.builder import EagleRows, eagle_rows
+from draftgather.dropin_mailbox import ArrivalMailbox, Arrived
 from draftgather.dropin_relay import SglangRelay, can_fuse, check_relay_format
 from draftgather.dropin_shadow import Comparison, ShadowMap, compare
-from draftgather.errors import DraftRowError, MissingRowError, RelayError, RowDtypeError, RowShapeError
+from draftgather.errors import DraftRowError, MissingRowError, RelayError, RowDtypeError, RowShapeError, SlotError
 from draftgather.future_map import Relay
 from draftgather.machine import as_device
 from draftgather.rows import NO_STORAGE
@@ -51,12 +52,13 @@ class BadRows(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class DropInOptions:
-    """The operator's choices. From the environment: DRAFTGATHER_SGLANG, and with _FUSED, _BAD_ROWS, _SAMPLE behind."""
+    """The operator's choices. From the environment: DRAFTGATHER_SGLANG, and that with _FUSED and so on behind."""
 
     mode: Mode = Mode.OFF
     fused: bool = False  # publish and stash in the gathering launch
     bad_rows: BadRows = BadRows.WARN
     sample: int = 10  # shadow compares every sample-th batch
+    mailbox_slots: int = 0  # 0: rows stay sglang's clones
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> DropInOptions:
@@ -69,14 +71,19 @@ class DropInOptions:
                 raise ValueError(f"{name + suffix} is {given!r}, expected one of {', '.join(values)}")
             return values[given]
 
-        sample = environment.get(f"{name}_SAMPLE", "").strip() or "10"
-        if not sample.isdecimal() or int(sample) < 1:
-            raise ValueError(f"{name}_SAMPLE is {sample!r}, expected an integer of at least 1")
+        def number(suffix: str, default: int) -> int:
+            given = environment.get(name + suffix, "").strip() or str(default)
+            if not given.isdecimal() or int(given) < 1:
+                raise ValueError(f"{name + suffix} is {given!r}, expected an integer of at least 1")
+            return int(given)
+
+        has_mailbox, num_slots = choice("_MAILBOX", {"0": False, "1": True}, "0"), number("_MAILBOX_SLOTS", 4096)
         return cls(
             mode=choice("", {m.value: m for m in Mode}, "off"),
             fused=choice("_FUSED", {"0": False, "1": True}, "0"),
             bad_rows=choice("_BAD_ROWS", {b.value: b for b in BadRows}, "warn"),
-            sample=int(sample),
+            sample=number("_SAMPLE", 10),
+            mailbox_slots=num_slots if has_mailbox else 0,
         )
 
 
@@ -102,6 +109,8 @@ class DropInStats:
     fallbacks: int = 0  # an unexpected error: sglang's own code served the batch
     refused: int = 0  # configuration faults
     bad_rows: Counter[str] = field(default_factory=Counter)  # requests, by fault
+    kept: int = 0  # arrived rows that went into the mailbox
+    mailbox_full: int = 0  # arrived rows that found no record: sglang's clones
     compared: int = 0  # shadow: batches
     different: int = 0  # of them
     sglang_ns: deque[int] = field(default_factory=lambda: deque(maxlen=1000))
@@ -128,6 +137,9 @@ class DropIn:
         self.engine = engine
         self.fuse_from_on_cpu = _FUSE_FROM_ON_CPU  # rows
         self.stats = DropInStats()
+        self.arrivals: ArrivalMailbox | None = None  # made when the gate first sees sglang's metadata buffers
+        self._arriving: Any = None  # the request whose transfer is being committed
+        self._arrived: Arrived | None = None
         self._hidden: tuple[int, torch.dtype] | None = None  # of the metadata rows: sglang's own answer
         self._relay: SglangRelay | None = None
         self._shadowed: ShadowMap | None = None
@@ -214,7 +226,14 @@ class DropIn:
             hidden = (1, torch.float32) if row is None else (row.shape[-1], row.dtype)
         steps = settings.speculative_num_steps if settings.enable_multi_layer_eagle else 1
         # Exact: sglang keeps the rows' own dtype, and what we serve is what it would.
-        return eagle_rows(settings.speculative_eagle_topk, steps, *hidden, as_device(batch.device), exact=True)
+        return eagle_rows(
+            settings.speculative_eagle_topk,
+            steps,
+            *hidden,
+            as_device(batch.device),
+            exact=True,
+            mailbox=None if self.arrivals is None else self.arrivals.mailbox,
+        )
 
     def _fused_relay(self, batch: Any, last_tokens_tensor: torch.Tensor, future_map: Any) -> Relay | None:
         if not self.options.fused or not self.engine.has_stock_relay(future_map):
@@ -282,6 +301,35 @@ class DropIn:
                 self.stats.different += 1
                 logger.error("draftgather shadow: %s differ for requests %s", names, comparison.request_ids)
 
+    # -- arrival
+
+    def commit(self, stock: Callable[[], Any], req: Any) -> Any:
+        """sglang's commit of one finished transfer; what `get_buf` reads meanwhile is the row of `req`."""
+        if self.mode is not Mode.ON or self.arrivals is None:
+            return stock()
+        self._arriving = req
+        try:
+            return stock()
+        finally:
+            arrived, self._arriving, self._arrived = self._arrived, None, None
+            if arrived is not None:
+                self.stats.kept += self.arrivals.settle(arrived, req)
+
+    def read_metadata(self, stock: Callable[[Any], Any], buffers: Any, index: int) -> Any:
+        """sglang's `get_buf`: of a request that arrives the draft rows are views of a record, and not clones."""
+        if self._arriving is None or self.arrivals is None or not buffers.output_topk_p.is_cpu:
+            return stock(buffers)
+        try:
+            self._arrived = self.arrivals.receive(buffers, index, self._arriving.bootstrap_room or 0)
+            if self._arrived is not None:
+                return stock(self._arrived.instead_of(buffers))
+            self.stats.mailbox_full += 1
+            self._say_once("full", logging.WARNING, "the mailbox is full: rows that find no record are cloned")
+        except Exception:
+            self.stats.fallbacks += 1
+            self._say_once("arrival", logging.ERROR, "failed at an arriving row; sglang clones it", exc_info=True)
+        return stock(buffers)
+
     # -- the gate
 
     def check_arrivals(
@@ -310,6 +358,8 @@ class DropIn:
     ) -> None:
         hidden = metadata_buffers.output_hidden_states
         self._hidden = (hidden.shape[1], hidden.dtype)
+        if self.options.mailbox_slots and self.arrivals is None:
+            self.arrivals = ArrivalMailbox(metadata_buffers, self.options.mailbox_slots)
         for i, poll in enumerate(polls):
             if poll == _SUCCESS and not is_fake(decode_reqs[i].req):
                 fault = _arrival_fault(decode_reqs[i], metadata_buffers)
@@ -339,12 +389,12 @@ class DropIn:
     def _note_fault(self, error: DraftRowError | _FormatError) -> bool:
         """Count and log. True for what sglang's builder must not be given: it would go on in silence, or crash.
 
-        That is a fault of the configuration (no batch would be any better), or a row whose memory is gone.
+        That is a fault of the configuration (no batch would be any better), a row whose memory is gone, or a
+        record that is another request's by now.
         """
         problems = error.problems if isinstance(error, DraftRowError) else ()
-        if not problems or any(
-            [p.error in (RowShapeError, RowDtypeError) or p.got.startswith(NO_STORAGE) for p in problems]
-        ):
+        silent = (RowShapeError, RowDtypeError, SlotError)
+        if not problems or any([p.error in silent or p.got.startswith(NO_STORAGE) for p in problems]):
             self.stats.refused += 1
             self._say_once("refused", logging.ERROR, "refused, before anything was written: %s", error)
             return True

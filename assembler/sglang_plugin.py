@@ -32,6 +32,9 @@ logger = logging.getLogger("draftgather.sglang")
 
 _BUILDER = "sglang.srt.speculative.eagle_disaggregation:build_eagle_disagg_draft_input"
 _GATE = "sglang.srt.disaggregation.utils:_apply_metadata_gate"
+# With the mailbox only.
+_COMMIT = "sglang.srt.disaggregation.decode:DecodeTransferQueue._commit_transfer_to_req"
+_READ = "sglang.srt.disaggregation.utils:MetadataBuffers.get_buf"
 
 # The call shapes of the two, by their parameters.
 _BUILDER_SHAPES = (
@@ -42,6 +45,8 @@ _GATE_SHAPES = (
     ("polls", "decode_reqs", "metadata_buffers", "server_args"),  # 0.5.13 to 0.5.19
     ("polls", "decode_reqs", "metadata_buffers"),  # 0.5.20 to 0.5.23
 )
+_COMMIT_SHAPES = (("self", "decode_req"),)
+_READ_SHAPES = (("self", "idx"),)
 # The fields of EagleDraftInput from 0.5.13 to 0.5.23. One more may be one that a builder must fill.
 _KNOWN_FIELDS = {
     *("topk_p", "topk_index", "draft_probs", "hidden_states", "dsa_topk_indices", "bonus_tokens"),
@@ -67,6 +72,8 @@ def load() -> None:
         return
     try:
         engine, hooks = _detect()
+        if options.mailbox_slots:
+            hooks |= _arrival_hooks()
     except UnknownSglang as error:
         logger.warning("draftgather stays off: sglang %s is not one that it knows: %s", _version(), error)
         return
@@ -238,6 +245,24 @@ def _check_arrivals(polls: Any, decode_reqs: Any, metadata_buffers: Any, is_fake
     _drop_in.check_arrivals(polls, decode_reqs, metadata_buffers, is_fake)
 
 
+def _arrival_hooks() -> dict[str, Callable[..., Any]]:
+    """The AROUND hooks for the commit of a finished transfer, and for the reading of its metadata in there."""
+    _shape_of(_find(_COMMIT), _COMMIT_SHAPES, _COMMIT)
+    _shape_of(_find(_READ), _READ_SHAPES, _READ)
+
+    def commit(original: Any, queue: Any, decode_req: Any) -> Any:
+        if not queue.spec_algorithm.is_eagle():
+            return original(queue, decode_req)
+        assert _drop_in is not None
+        return _drop_in.commit(lambda: original(queue, decode_req), decode_req.req)
+
+    def read(original: Any, buffers: Any, idx: int) -> Any:
+        assert _drop_in is not None
+        return _drop_in.read_metadata(lambda of: original(of, idx), buffers, idx)
+
+    return {_COMMIT: commit, _READ: read}
+
+
 # -- algorithms of your own
 
 
@@ -345,11 +370,12 @@ def _verify(hooks: dict[str, Callable[..., Any]]) -> None:
         return
     options = _drop_in.options
     logger.info(
-        "draftgather %s on sglang %s: %s%s, bad rows: %s",
+        "draftgather %s on sglang %s: %s%s%s, bad rows: %s",
         metadata.version("draftgather"),
         _drop_in.engine.version,
         options.mode.value,
         ", publish and stash fused" if options.fused else "",
+        f", a mailbox of {options.mailbox_slots} slots" if options.mailbox_slots else "",
         options.bad_rows.value,
     )
 

@@ -35,6 +35,10 @@ class NodeOptions:
     max_requests: int = 64
 
 
+class Request(SimpleNamespace):
+    """A request as far as draft rows are concerned; unlike its base it can be referred to weakly."""
+
+
 class Node:
     """One decode node. Its settings are those of the process (sglang's are global)."""
 
@@ -57,18 +61,25 @@ class Node:
         self.metadata.bootstrap_room[slot, 0] = room
 
     def commit(self, slot: int, pool_index: int, *, is_fake: bool = False) -> Any:
-        """What `_commit_transfer_to_req` does with the rows of `slot`: a request that carries its clones."""
+        """A request, and what `_commit_transfer_to_req` does with the rows of `slot`: it carries its clones."""
+        req = self.request(pool_index, 0 if is_fake else int(self.metadata.bootstrap_room[slot, 0]), is_fake=is_fake)
+        self.take_rows(req, slot)
+        return req
+
+    def take_rows(self, req: Any, slot: int) -> None:
         got = self.metadata.get_buf(slot)
         rows = got[9:13] if len(got) == 14 else (*got[6:9], None)
-        return SimpleNamespace(
+        req.output_ids = [int(got[0][0])]
+        req.output_topk_p, req.output_topk_index, req.hidden_states_tensor, req.output_dsa_topk_indices = rows
+
+    def request(self, pool_index: int, room: int, *, is_fake: bool = False) -> Any:
+        """A request that waits for its transfer."""
+        return Request(
             rid=f"request-{pool_index}",
-            bootstrap_room=0 if is_fake else int(got[-1][0]),
+            bootstrap_room=room,
             bootstrap_host=FAKE_BOOTSTRAP_HOST if is_fake else "prefill",
-            output_ids=[int(got[0][0])],
-            output_topk_p=rows[0],
-            output_topk_index=rows[1],
-            hidden_states_tensor=rows[2],
-            output_dsa_topk_indices=rows[3],
+            output_ids=[],
+            hidden_states_tensor=None,
             req_pool_idx=pool_index,
             # What process_prebuilt looks at besides.
             grammar=None,

@@ -36,7 +36,8 @@ def pytest_report_header() -> str:
 @pytest.fixture(scope="session")
 def loaded():
     """The drop-in of this process, put in place by sglang itself."""
-    os.environ["DRAFTGATHER_SGLANG"] = "on"
+    # The mailbox's hooks are in place; they pass through until a test gives it slots.
+    os.environ.update(DRAFTGATHER_SGLANG="on", DRAFTGATHER_SGLANG_MAILBOX="1")
     from sglang.srt.plugins import load_plugins
 
     from draftgather import sglang_plugin
@@ -55,7 +56,7 @@ def drop_in(loaded):
     loaded.options = DropInOptions(Mode.ON, sample=1)
     loaded.mode = Mode.ON
     loaded.stats = DropInStats()
-    loaded._hidden = loaded._relay = loaded._shadowed = None
+    loaded._hidden = loaded._relay = loaded._shadowed = loaded.arrivals = None
     loaded._said.clear()
     loaded.fuse_from_on_cpu = 1
     torch.manual_seed(0)

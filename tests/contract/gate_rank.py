@@ -3,7 +3,8 @@
 
     python gate_rank.py RANK WORLD STORE POLICY FAULT
 
-Metadata slot 1 is the bad one, on the last rank only. Prints what became of the requests as JSON.
+Metadata slot 1 is the bad one, on the last rank only; with the fault "full" all are good, and that rank's
+mailbox has one slot. Prints what became of the requests as JSON.
 """
 
 import json
@@ -16,6 +17,10 @@ from unittest.mock import MagicMock
 
 rank, world, store, policy, fault = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 os.environ.update(TRITON_INTERPRET="1", DRAFTGATHER_SGLANG="on", DRAFTGATHER_SGLANG_BAD_ROWS=policy)
+if fault == "full":
+    os.environ.update(
+        DRAFTGATHER_SGLANG_MAILBOX="1", DRAFTGATHER_SGLANG_MAILBOX_SLOTS="1" if rank == world - 1 else "8"
+    )
 sys.path.append(str(Path(__file__).parent / "stubs"))
 
 import torch
@@ -34,10 +39,11 @@ dist.init_process_group(
     "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
 )
 
+torch.manual_seed(0)
 node = Node(NodeOptions(max_requests=8))
 row = {"topk_p": torch.rand(4), "topk_index": torch.arange(4), "hidden_states": torch.randn(64)}
 zero = {name: torch.zeros_like(tensor) for name, tensor in row.items()}
-is_bad = fault != "none" and rank == world - 1
+is_bad = fault in ("unwritten", "owner") and rank == world - 1
 node.write_row(0, row, room=100)
 node.write_row(1, zero if is_bad and fault == "unwritten" else row, room=999 if is_bad and fault == "owner" else 101)
 node.write_row(2, zero, room=0)  # a fake transfer's
@@ -118,6 +124,9 @@ print(
             "left": [e.req.rid for e in queue.queue],
             "bad_rows": dict(drop_in.stats.bad_rows),
             "fallbacks": drop_in.stats.fallbacks,
+            "kept": drop_in.stats.kept,
+            "full": drop_in.stats.mailbox_full,
+            "rows": [req.hidden_states_tensor.tolist() for req in transferred],
             "released": [call.args[0].rid for call in decode.release_kv_cache.call_args_list],
         }
     )

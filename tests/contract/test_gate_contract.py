@@ -67,6 +67,15 @@ def test_good_rows_pass(tmp_path):
         assert answer["transferred"] == ["r0", "r1", "r2"] and answer["bad_rows"] == {}
 
 
+def test_a_full_mailbox_on_one_rank_changes_nothing(tmp_path):
+    """Guards tensor parallelism: where a row is kept is a rank's own affair, what becomes of its request is not."""
+    first, last = ranks(tmp_path, "abort", "full")
+    assert ((first["kept"], first["full"]), (last["kept"], last["full"])) == ((3, 0), (1, 2))
+    for name in ("transferred", "aborted", "left", "released", "rows", "bad_rows", "fallbacks"):
+        assert first[name] == last[name]
+    assert first["transferred"] == ["r0", "r1", "r2"]
+
+
 # -- in this process: the gate alone
 
 
