@@ -223,14 +223,24 @@ def bench(
     console = Console()
     caption = f"hidden {hidden_size} bf16, top-k {topk}, overlap on, one thread; µs, medians"
     table = Table(
-        "case", "N", "sglang", "draftgather", "fused", title=f"builder, sglang {work.version}", caption=caption
+        "case",
+        "N",
+        "sglang",
+        "draftgather",
+        "fused",
+        "mailbox, fused",
+        title=f"builder, sglang {work.version}",
+        caption=caption,
     )
     for case in ("rotating", "hot"):
         for num_rows in sizes:
             f = work.measure(case, num_rows, rounds, turn)
-            ours = [f"{us:.0f} ({f.sglang_us / us:.2f}x)" for us in (f.draftgather_us, f.fused_us)]
-            table.add_row(f.case, str(f.num_rows), f"{f.sglang_us:.0f}", *ours)
+            stock, *ours = f.us.values()
+            table.add_row(f.case, str(f.num_rows), f"{stock:.0f}", *[f"{us:.0f} ({stock / us:.2f}x)" for us in ours])
     console.print(table)
+    arrival_figure = work.measure_arrival(rounds, turn)
+    stock, kept = arrival_figure.sglang_us, arrival_figure.mailbox_us
+    console.print(f"an arriving row: three clones {stock:.1f} µs, one record {kept:.1f} µs ({stock / kept:.2f}x)")
     ticks = (replace(arrival, time_ms=arrival.time_ms / speed_up) for arrival in arrivals)
     table = Table("builder", "ticks", "p50 µs", "p99 µs", "total ms", title=f"stall a tick of {tick_ms:g} ms")
     for stall in work.replay(ticks, tick_ms):

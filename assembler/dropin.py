@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import median
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from draftgather.builder import EagleRows, eagle_rows
-from draftgather.dropin_mailbox import ArrivalMailbox, Arrived
+from draftgather.dropin_mailbox import ArrivalMailbox, Arrived, describe_size
 from draftgather.dropin_relay import SglangRelay, can_fuse, check_relay_format
 from draftgather.dropin_shadow import Comparison, ShadowMap, compare
 from draftgather.errors import DraftRowError, MissingRowError, RelayError, RowDtypeError, RowShapeError, SlotError
@@ -238,7 +238,8 @@ class DropIn:
     def _fused_relay(self, batch: Any, last_tokens_tensor: torch.Tensor, future_map: Any) -> Relay | None:
         if not self.options.fused or not self.engine.has_stock_relay(future_map):
             return None
-        if len(batch.reqs) < self.fuse_from_on_cpu and batch.req_pool_indices.is_cpu:
+        # With rows in the mailbox there is a launch anyway.
+        if self.arrivals is None and len(batch.reqs) < self.fuse_from_on_cpu and batch.req_pool_indices.is_cpu:
             return None
         if not can_fuse(future_map, self.engine.relays_hidden_states()):
             return None
@@ -317,10 +318,10 @@ class DropIn:
 
     def read_metadata(self, stock: Callable[[Any], Any], buffers: Any, index: int) -> Any:
         """sglang's `get_buf`: of a request that arrives the draft rows are views of a record, and not clones."""
-        if self._arriving is None or self.arrivals is None or not buffers.output_topk_p.is_cpu:
+        if self._arriving is None or self.arrivals is None or not self.arrivals.is_of(buffers):
             return stock(buffers)
         try:
-            self._arrived = self.arrivals.receive(buffers, index, self._arriving.bootstrap_room or 0)
+            self._arrived = self.arrivals.receive(index, self._arriving.bootstrap_room or 0)
             if self._arrived is not None:
                 return stock(self._arrived.instead_of(buffers))
             self.stats.mailbox_full += 1
@@ -359,7 +360,7 @@ class DropIn:
         hidden = metadata_buffers.output_hidden_states
         self._hidden = (hidden.shape[1], hidden.dtype)
         if self.options.mailbox_slots and self.arrivals is None:
-            self.arrivals = ArrivalMailbox(metadata_buffers, self.options.mailbox_slots)
+            self._make_mailbox(metadata_buffers, self._hidden)
         for i, poll in enumerate(polls):
             if poll == _SUCCESS and not is_fake(decode_reqs[i].req):
                 fault = _arrival_fault(decode_reqs[i], metadata_buffers)
@@ -367,6 +368,19 @@ class DropIn:
                     self._note_arrival_fault(decode_reqs[i], *fault)
                     if self._aborts:
                         polls[i] = _FAILED
+
+    def _make_mailbox(self, metadata_buffers: Any, hidden: tuple[int, torch.dtype]) -> None:
+        num_slots = self.options.mailbox_slots
+        try:
+            self.arrivals = ArrivalMailbox(metadata_buffers, num_slots)
+        except Exception:
+            # Not tried again, and the gate goes on.
+            self.options = replace(self.options, mailbox_slots=0)
+            self.stats.fallbacks += 1
+            self._say_once("mailbox", logging.ERROR, "has no mailbox: rows stay sglang's clones", exc_info=True)
+            return
+        pinned = "pinned" if self.arrivals.mailbox.is_pinned else "not pinned"
+        logger.info("draftgather: arriving rows go into a mailbox of %s, %s", describe_size(num_slots, *hidden), pinned)
 
     def _note_arrival_fault(self, decode_req: Any, kind: str, words: str) -> None:
         """Once a request: it is polled until all ranks have it."""

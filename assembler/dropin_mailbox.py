@@ -10,11 +10,32 @@ import torch
 
 from draftgather.builder import REQUEST_ROWS
 from draftgather.errors import MailboxFullError
-from draftgather.fields import Field
+from draftgather.fields import Field, RecordLayout
 from draftgather.mailbox import DraftMailbox
 
 # A field's buffer in sglang's MetadataBuffers.
 _METADATA = {"topk_p": "output_topk_p", "topk_index": "output_topk_index", "hidden_states": "output_hidden_states"}
+
+
+METADATA_WIDTH = 16  # of sglang's top-k rows
+
+
+def metadata_fields(topk_width: int, hidden_size: int, hidden_dtype: torch.dtype) -> tuple[Field, ...]:
+    """The fields of a record: as wide as sglang's metadata rows, so that every view equals a clone."""
+    return (
+        Field("topk_p", topk_width, torch.float32, exact=True),
+        Field("topk_index", topk_width, torch.int64, exact=True),
+        Field("hidden_states", hidden_size, hidden_dtype, exact=True),
+    )
+
+
+def describe_size(num_slots: int, hidden_size: int = 7168, hidden_dtype: torch.dtype = torch.bfloat16) -> str:
+    """What a mailbox takes, in words."""
+    record_bytes = RecordLayout.of(metadata_fields(METADATA_WIDTH, hidden_size, hidden_dtype)).record_bytes
+    return (
+        f"{num_slots} slots of {record_bytes} bytes (hidden {hidden_size} {hidden_dtype}), "
+        f"{num_slots * record_bytes / 2**20:.1f} MiB a rank"
+    )
 
 
 class Arrived(NamedTuple):
@@ -38,45 +59,58 @@ class ArrivalMailbox:
     """
 
     def __init__(self, buffers: Any, num_slots: int) -> None:
-        """buffers: sglang's MetadataBuffers; records are as wide as its rows, so that every view equals a clone."""
-        tensors = {name: getattr(buffers, attribute) for name, attribute in _METADATA.items()}
-        self.mailbox = DraftMailbox([Field(n, t.shape[1], t.dtype, exact=True) for n, t in tensors.items()], num_slots)
-        # Filled by finalizers, which may run in the midst of anything, the mailbox's own calls among them.
+        """buffers: sglang's MetadataBuffers. Raises ValueError where its rows are not EAGLE's."""
+        self._buffers = tuple([getattr(buffers, attribute) for attribute in _METADATA.values()])
+        topk_p, _, hidden = self._buffers
+        fields = metadata_fields(topk_p.shape[1], hidden.shape[1], hidden.dtype)
+        if any([t.dtype is not f.dtype or not t.is_cpu for t, f in zip(self._buffers, fields, strict=True)]):
+            raise ValueError(f"metadata rows are {[(t.dtype, t.device) for t in self._buffers]}, expected {fields}")
+        self.mailbox = DraftMailbox(fields, num_slots)
+        self._sources = [(t.data_ptr(), t.shape[1] * t.itemsize) for t in self._buffers]
+        self._num_rows = len(self._buffers[0])
+        self._views: dict[int, dict[str, torch.Tensor]] = {}  # of the slots used so far
+        self._ends: dict[int, weakref.ref[Any]] = {}  # slot -> its request
+        # Filled by the ends of requests, which come in the midst of anything, the mailbox's own calls among them.
         self._ended: deque[int] = deque()
 
-    def receive(self, buffers: Any, index: int, owner: int) -> Arrived | None:
+    def is_of(self, buffers: Any) -> bool:
+        """Whether these are the buffers that rows come from."""
+        return all([getattr(buffers, at) is mine for at, mine in zip(_METADATA.values(), self._buffers, strict=True)])
+
+    def receive(self, index: int, owner: int) -> Arrived | None:
         """Copy the row of metadata slot `index` into a free record; None where there is none."""
         self.free_ended()
+        if not 0 <= index < self._num_rows:
+            raise IndexError(f"metadata slot {index}, expected 0 to {self._num_rows - 1}")
         try:
-            slot = self.mailbox.acquire()
+            slot = self.mailbox.admit(owner, [start + index * row_bytes for start, row_bytes in self._sources])
         except MailboxFullError:
             return None
-        try:
-            self.mailbox.put(slot, owner, **{name: getattr(buffers, at)[index] for name, at in _METADATA.items()})
-            return Arrived(slot, owner, {at: self.mailbox.view(name)[slot] for name, at in _METADATA.items()})
-        except BaseException:
-            self.mailbox.release(slot)
-            raise
+        views = self._views.get(slot)
+        if views is None:
+            views = {_METADATA[f.name]: self.mailbox.view(f.name)[slot] for f in self.mailbox.fields}
+            self._views[slot] = views
+        return Arrived(slot, owner, views)
 
     def settle(self, arrived: Arrived, req: Any) -> bool:
         """Give the record to `req` if it has taken its views, else free it. Whether it has."""
-        is_taken = getattr(req, REQUEST_ROWS["hidden_states"], None) is arrived.rows[_METADATA["hidden_states"]]
-        if not is_taken:
-            self.mailbox.release(arrived.slot)
+        slot = arrived.slot
+        if getattr(req, REQUEST_ROWS["hidden_states"], None) is not arrived.rows[_METADATA["hidden_states"]]:
+            self.mailbox.release(slot)
             return False
-        former = getattr(req, "draft_record", None)
-        if former is not None:
-            former()  # another row of the same request: a rebootstrap
-        req.draft_slot, req.draft_owner = arrived.slot, arrived.owner
-        req.draft_record = weakref.finalize(req, self._ended.append, arrived.slot)
-        # At exit the memory goes with the process.
-        req.draft_record.atexit = False
+        former = getattr(req, "draft_slot", None)
+        if former is not None and self._ends.pop(former, None) is not None:
+            self.mailbox.release(former)  # another row of the same request: a rebootstrap
+        req.draft_slot, req.draft_owner = slot, arrived.owner
+        self._ends[slot] = weakref.ref(req, lambda _: self._ended.append(slot))
         return True
 
     def free_ended(self) -> None:
         """Release the records whose requests have ended since."""
         while self._ended:
-            self.mailbox.release(self._ended.popleft())
+            slot = self._ended.popleft()
+            del self._ends[slot]
+            self.mailbox.release(slot)
 
 
 class _Row:

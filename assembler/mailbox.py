@@ -84,6 +84,7 @@ class DraftMailbox:
         self._slab = allocate_slab(num_slots * self.layout.record_bytes, pin)
         self.is_pinned = pin and self._slab.is_pinned()
         self._address = self._slab.data_ptr()
+        self._record_bytes, self._tag_offset = self.layout.record_bytes, self.layout.tag_offset
         self._places = tuple(
             (field, (field.width,), field.dtype, field.row_bytes, offset)
             for field, offset in zip(self.fields, self.layout.offsets, strict=True)
@@ -105,12 +106,13 @@ class DraftMailbox:
         self.owners = np.frombuffer(self._owner_of, np.int64)
         # A row an optional field: which records have it.
         self.presence = np.zeros((len(self.layout.optional_fields), num_slots), bool)
+        self._all_present = [True] * len(self.presence)
         self._generations = [1] * num_slots
 
         self._lock = threading.Lock()
         # First in, first out: a freed slot rests for as long as possible before its next tenant.
         self._free = deque(range(num_slots))
-        self._is_queued = np.ones(num_slots, bool)
+        self._is_queued = bytearray(b"\1" * num_slots)
         self._readers: dict[int, CompletionMarker] = {}  # slot -> the last launch that reads it
         self._being_read: dict[int, Int64Array] = {}  # of calls that have not launched yet: their slots
         self._num_reads = 0
@@ -172,7 +174,7 @@ class DraftMailbox:
         if type(slot) is not int or not 0 <= slot < self.num_slots:
             slot = self._slot(slot)
         owner = _owner(owner)
-        record = self._address + slot * self.layout.record_bytes
+        record = self._address + slot * self._record_bytes
         moves, present = [], []
         for field, shape, dtype, num_bytes, offset in self._places:
             row = rows.pop(field.name, None)
@@ -196,18 +198,20 @@ class DraftMailbox:
         generation = self._begin_write(slot, owner)
         for destination, source, num_bytes, _ in moves:
             _memmove(destination, source, num_bytes)
-        with self._lock:
-            if self._generations[slot] != generation:
-                fault = "was released while its row was put", "a slot held until put returns"
-                raise SlotError([Problem(0, None, f"slot {slot}", *fault, SlotError)])
-            word = self._full_word
-            if present:
-                word = self.layout.layout_word(present)
-                self.presence[:, slot] = present
-            tag_at = record - self._address + self.layout.tag_offset
-            _TAG.pack_into(self._bytes, tag_at, owner, generation, word)
-            self._owner_of[slot] = owner
-            self._state_of[slot] = WRITTEN
+        self._end_write(slot, owner, generation, present)
+
+    def admit(self, owner: int, addresses: Sequence[int]) -> int:
+        """`acquire` and `put` in one, for those who know their rows: nothing about them is looked at.
+
+        addresses: of a dense row of each field, in their order, in this process's memory. Gives the slot.
+        """
+        owner = _owner(owner)
+        slot = self.acquire()
+        record = self._address + slot * self._record_bytes
+        for (_, _, _, num_bytes, offset), address in zip(self._places, addresses, strict=True):
+            _memmove(record + offset, address, num_bytes)
+        self._end_write(slot, owner, self._generations[slot], self._all_present)
+        return slot
 
     def accept(self, slots: Sequence[int], owners: Sequence[int]) -> None:
         """Take over records that a transfer engine wrote, after its completion message.
@@ -241,11 +245,18 @@ class DraftMailbox:
 
         SlotError names slots that nobody holds (a double release), and then none is released.
         """
+        if type(slots) is int and 0 <= slots < self.num_slots:
+            with self._lock:
+                if self._state_of[slots] in (HELD, WRITTEN):
+                    self._end_tenancy(slots)
+                    self._drain()
+                    return
         if isinstance(slots, (torch.Tensor, np.ndarray)):
             slots = slots.tolist()
         wanted = [slots] if isinstance(slots, (int, np.integer)) else list(slots)
         with self._lock:
-            problems, seen = [], set()
+            problems: list[Problem] = []
+            seen: set[int] = set()
             for position, slot in enumerate(wanted):
                 fault = self._range_fault(slot) or self._tenancy_fault(slot)
                 if slot in seen:
@@ -255,11 +266,7 @@ class DraftMailbox:
                     problems.append(Problem(position, None, f"slot {slot}", *fault, SlotError))
             raise_problems(problems)
             for slot in wanted:
-                self._state_of[slot] = DRAINING
-                # The tag goes at once: whatever is written here later is not this tenant's.
-                self._tags[slot] = 0
-                self._generations[slot] += 1
-            self._draining.extend(wanted)
+                self._end_tenancy(slot)
             self._drain()
 
     @property
@@ -351,6 +358,31 @@ class DraftMailbox:
                 raise SlotError([Problem(0, None, f"slot {slot}", *fault, SlotError)])
             self._state_of[slot] = HELD
             return self._generations[slot]
+
+    def _end_write(self, slot: int, owner: int, generation: int, present: Sequence[bool]) -> None:
+        """Tag the record, and show it to readers."""
+        with self._lock:
+            if self._generations[slot] != generation:
+                fault = "was released while its row was put", "a slot held until put returns"
+                raise SlotError([Problem(0, None, f"slot {slot}", *fault, SlotError)])
+            word = self._full_word
+            if present:
+                word = self.layout.layout_word(present)
+                self.presence[:, slot] = present
+            self._tag(slot, owner, generation, word)
+            self._owner_of[slot] = owner
+            self._state_of[slot] = WRITTEN
+
+    def _end_tenancy(self, slot: int) -> None:
+        self._state_of[slot] = DRAINING
+        # The tag goes at once: whatever is written here later is not this tenant's.
+        self._tag(slot, 0, 0, 0)
+        self._generations[slot] += 1
+        self._draining.append(slot)
+
+    def _tag(self, slot: int, owner: int, generation: int, word: int) -> None:
+        tag_at = slot * self._record_bytes + self._tag_offset
+        _TAG.pack_into(self._bytes, tag_at, owner, generation, word)
 
     def _is_read(self, slot: int) -> bool:
         """Whether a call or a launch still reads the record."""

@@ -24,6 +24,7 @@ import torch
 
 from draftgather.builder import REQUEST_ROWS, assemble_requests
 from draftgather.dropin import DropIn, DropInOptions, Engine, Mode
+from draftgather.dropin_mailbox import describe_size
 from draftgather.errors import AlgorithmError
 from draftgather.fields import Field
 from draftgather.machine import as_device
@@ -112,7 +113,14 @@ def describe_installed() -> str:
         return f"sglang {version}: not one that the drop-in knows ({error}); it would stay off"
     except Exception as error:
         return f"sglang {version}: cannot be imported here ({type(error).__name__}: {error})"
-    return f"sglang {version}: known; DRAFTGATHER_SGLANG={os.environ.get('DRAFTGATHER_SGLANG', 'off')}"
+    known = f"sglang {version}: known; DRAFTGATHER_SGLANG={os.environ.get('DRAFTGATHER_SGLANG', 'off')}"
+    try:
+        options = DropInOptions.from_environment(os.environ)
+    except ValueError as error:
+        return f"{known}\n{error}: it would stay off"
+    if not options.mailbox_slots:
+        return known
+    return f"{known}\na mailbox for arriving rows: {describe_size(options.mailbox_slots)}, for example"
 
 
 # -- what this sglang is

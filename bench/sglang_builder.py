@@ -1,18 +1,21 @@
 """sglang's builder beside the plugged-in one, on a real sglang: `draftgather bench --sglang PATH`.
 
-One process, one node a path (sglang, draftgather with sglang's publish and stash, draftgather fused), the same
-requests. *Rotating*: another batch at each call, over a pool of requests, as each request passes the builder
-once. *Hot*: the same batch again and again. *Stall a tick*: arrivals of a trace are grouped by scheduler
-tick, and the builder's host time is what a tick waits for. Paths take turns; before and after, all must have
-written the same bytes. CPU figures are proxies: decode nodes run GPUs.
+One process, one node a path (sglang, draftgather with sglang's publish and stash, draftgather fused, fused with
+rows in the mailbox), the same rows. *Rotating*: another batch at each call, over a pool of requests, as each
+request passes the builder once. *Hot*: the same batch again and again. *Stall a tick*: arrivals of a trace are
+grouped by scheduler tick, and the builder's host time is what a tick waits for. *Arrival*: what becomes of the
+three draft rows of one request, sglang's three clones or one record, another metadata slot at each call. Paths
+take turns; before and after, all must have written the same bytes. CPU figures are proxies: decode nodes run GPUs.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -23,8 +26,18 @@ import torch
 from draftgather.arrivals import Arrival
 from draftgather.bench.assemble import interleaved
 from draftgather.dropin import DropIn, Mode
+from draftgather.dropin_mailbox import ArrivalMailbox
 
-_PATHS = ("sglang", "draftgather", "fused")
+_PATHS = ("sglang", "draftgather", "fused", "mailbox")
+_OURS = _PATHS[1:]
+
+
+class Request:
+    """What arriving rows are hung on."""
+
+    output_topk_p: torch.Tensor
+    output_topk_index: torch.Tensor
+    hidden_states_tensor: torch.Tensor
 
 
 class SglangNotUsable(Exception):
@@ -37,9 +50,7 @@ class BuilderFigure:
 
     case: str  # "rotating" | "hot"
     num_rows: int
-    sglang_us: float
-    draftgather_us: float
-    fused_us: float
+    us: dict[str, float]  # a path
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +64,16 @@ class StallFigure:
     total_ms: float
 
 
+@dataclass(frozen=True, slots=True)
+class ArrivalFigure:
+    """Median host time of one arriving row, microseconds."""
+
+    sglang_us: float
+    mailbox_us: float
+
+
 class SglangBench:
-    """Three nodes with the same rows, and one batch of requests for each call."""
+    """Four nodes with the same rows, and one batch of requests for each call."""
 
     def __init__(self, path: Path, hidden_size: int, topk: int, pool: int, seed: int = 0) -> None:
         """path: the folder that holds the package `sglang`. Raises SglangNotUsable."""
@@ -74,19 +93,28 @@ class SglangBench:
             }
             writer.write_row(slot, row, room=slot + 1)
         order = torch.randperm(pool, generator=generator).tolist()
-        self._reqs = [writer.commit(slot, slot + 1) for slot in order]
+        self._metadata, self._pool = writer.metadata, pool
+        self._arrivals = ArrivalMailbox(writer.metadata, pool)
+        chosen = replace(self._drop_in.options, fused=False)
         self._options = {
-            "sglang": (Mode.OFF, replace(self._drop_in.options, fused=False)),
-            "draftgather": (Mode.ON, replace(self._drop_in.options, fused=False)),
-            "fused": (Mode.ON, replace(self._drop_in.options, fused=True)),
+            "sglang": (Mode.OFF, chosen, None),
+            "draftgather": (Mode.ON, chosen, None),
+            "fused": (Mode.ON, replace(chosen, fused=True), None),
+            "mailbox": (Mode.ON, replace(chosen, fused=True), self._arrivals),
         }
+        clones = [writer.commit(slot, slot + 1) for slot in order]
+        self._choose("mailbox")
+        records = [writer.request(slot + 1, slot + 1) for slot in order]
+        for slot, req in zip(order, records, strict=True):
+            self._drop_in.commit(partial(writer.take_rows, req, slot), req)
+        self._reqs = {name: records if name == "mailbox" else clones for name in _PATHS}
         # Steady state: the relay is laid out, and all of its pages have been touched.
         for name in _PATHS:
             self._build(name, self._batch(name, range(pool)))
 
     def measure(self, case: str, num_rows: int, rounds: int, calls_a_turn: int) -> BuilderFigure:
         """case: "rotating" or "hot"."""
-        starts = range(0, len(self._reqs) - num_rows + 1, num_rows)
+        starts = range(0, self._pool - num_rows + 1, num_rows)
         if case == "hot":
             starts = starts[:1]
         batches = {name: [self._batch(name, range(s, s + num_rows)) for s in starts] for name in _PATHS}
@@ -95,15 +123,41 @@ class SglangBench:
         paths = [self._rotate(name, batches[name], i * third) for i, name in enumerate(_PATHS)]
         medians = interleaved(paths, rounds, calls_a_turn)
         self._check_equal(batches)
-        return BuilderFigure(case, num_rows, *medians)
+        return BuilderFigure(case, num_rows, dict(zip(_PATHS, medians, strict=True)))
+
+    def measure_arrival(self, rounds: int, calls_a_turn: int) -> ArrivalFigure:
+        """The rows are kept for as long as in a pool of 64 requests."""
+        buffers = (self._metadata.output_topk_p, self._metadata.output_topk_index, self._metadata.output_hidden_states)
+        mailbox, position = ArrivalMailbox(self._metadata, 256), 0
+        living: dict[str, deque[Any]] = {name: deque(maxlen=64) for name in ("sglang", "mailbox")}
+
+        def next_slot() -> int:
+            nonlocal position
+            position = (position + 7) % self._pool
+            return position
+
+        def clone() -> None:
+            slot, req = next_slot(), Request()
+            req.output_topk_p, req.output_topk_index, req.hidden_states_tensor = [b[slot].clone() for b in buffers]
+            living["sglang"].append(req)
+
+        def keep() -> None:
+            slot, req = next_slot(), Request()
+            arrived = mailbox.receive(slot, slot)
+            assert arrived is not None
+            req.output_topk_p, req.output_topk_index, req.hidden_states_tensor = arrived.rows.values()
+            mailbox.settle(arrived, req)
+            living["mailbox"].append(req)
+
+        return ArrivalFigure(*interleaved([clone, keep], 10 * rounds, calls_a_turn))
 
     def replay(self, arrivals: Iterable[Arrival], tick_ms: float) -> list[StallFigure]:
         """The ticks of a trace one after the other, each path's builder in turn."""
-        sizes = _arrivals_a_tick(arrivals, tick_ms, most=len(self._reqs))
+        sizes = _arrivals_a_tick(arrivals, tick_ms, most=self._pool)
         times: dict[str, list[int]] = {name: [] for name in _PATHS}
         position, names = 0, list(_PATHS)
         for size in sizes:
-            if position + size > len(self._reqs):
+            if position + size > self._pool:
                 position = 0
             for name in names:
                 batch = self._batch(name, range(position, position + size))
@@ -124,12 +178,15 @@ class SglangBench:
         ]
 
     def _batch(self, name: str, positions: Sequence[int]) -> tuple[Any, torch.Tensor]:
-        batch = self._nodes[name].prebuilt([self._reqs[i] for i in positions])
+        batch = self._nodes[name].prebuilt([self._reqs[name][i] for i in positions])
         return batch, torch.arange(len(positions))
 
     def _build(self, name: str, batch: tuple[Any, torch.Tensor]) -> Any:
-        self._drop_in.mode, self._drop_in.options = self._options[name]
+        self._choose(name)
         return self._nodes[name].build(*batch)
+
+    def _choose(self, name: str) -> None:
+        self._drop_in.mode, self._drop_in.options, self._drop_in.arrivals = self._options[name]
 
     def _rotate(self, name: str, batches: Sequence[tuple[Any, torch.Tensor]], start: int) -> Callable[[], object]:
         position = start
@@ -142,11 +199,11 @@ class SglangBench:
         return run
 
     def _check_equal(self, batches: dict[str, list[tuple[Any, torch.Tensor]]]) -> None:
-        """What the three paths return and relay is the same to the byte; figures come only after this."""
+        """What the paths return and relay is the same to the byte; figures come only after this."""
         from draftgather.dropin_shadow import compare
 
         served = self._build("sglang", batches["sglang"][0])
-        for name in _PATHS[1:]:
+        for name in _OURS:
             before = self._drop_in.stats.batches
             ours = self._build(name, batches[name][0])
             if self._drop_in.stats.batches != before + 1:
@@ -175,7 +232,7 @@ def _load(path: Path) -> DropIn:
         )
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
-    os.environ["DRAFTGATHER_SGLANG"] = "on"
+    os.environ.update(DRAFTGATHER_SGLANG="on", DRAFTGATHER_SGLANG_MAILBOX="1")
     sys.path.insert(0, str(path))
     try:
         from sglang.srt.plugins import load_plugins

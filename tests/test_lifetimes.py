@@ -501,7 +501,7 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     ),
     "a generation is used again": (
         "slots",
-        Mutation(DraftMailbox.release, "self._generations[slot] += 1", "pass"),
+        Mutation(DraftMailbox._end_tenancy, "self._generations[slot] += 1", "pass"),
     ),
     "what a launch reads is let go of": (
         "slots",

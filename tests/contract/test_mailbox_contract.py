@@ -101,7 +101,7 @@ def assert_same_rows(stock, ours) -> None:
 
 
 def test_arriving_rows_are_views_of_a_record(drop_in, arrivals):
-    """Guards whoever else reads the request's rows: the same shapes and bytes as sglang's clones, at a fixed address."""
+    """Guards whoever else reads the request's rows: the same shapes and bytes as sglang's clones."""
     stock, ours = arrivals.commit_both(3)
     assert_same_rows(stock, ours)
     mailbox = drop_in.arrivals.mailbox
@@ -206,12 +206,11 @@ def test_a_rebootstrap_replaces_the_record(drop_in, arrivals):
     """Guards the new row of a request, and against the old record's leak."""
     stock, ours = arrivals.commit_both(1)
     former = ours.draft_slot
-    arrivals.run(arrivals.stock, Mode.OFF, lambda node: arrivals.commit(node, 6, req=adopt(stock, 7)))
-    arrivals.run(arrivals.ours, Mode.ON, lambda node: arrivals.commit(node, 6, req=adopt(ours, 7)))
+    arrivals.both(lambda node: arrivals.commit(node, 6, req=adopt(stock if node is arrivals.stock else ours, 7)))
     assert_same_rows(stock, ours)
     assert ours.draft_slot != former and ours.draft_owner == 7
     assert (arrivals.num_used, drop_in.stats.kept) == (1, 2)
-    del ours
+    ours = None
     gc.collect()
     assert arrivals.num_used == 0
 
@@ -294,9 +293,9 @@ def test_only_in_mode_on(drop_in, arrivals, mode):
 def test_our_failure_leaves_sglangs_clones(drop_in, arrivals, monkeypatch, caplog):
     """Guards live traffic, and the slot that the failed row had."""
     stock = arrivals.run(arrivals.stock, Mode.OFF, lambda node: arrivals.commit(node, 3))
-    for name in ("put", "view"):
+    for owner, name in ((dg.DraftMailbox, "admit"), (drop_in.arrivals, "free_ended")):
         with monkeypatch.context() as broken:
-            broken.setattr(dg.DraftMailbox, name, lambda *given, **named: 1 / 0)
+            broken.setattr(owner, name, lambda *given, **named: 1 / 0)
             ours = arrivals.commit(arrivals.ours, 3)
         assert_same_rows(stock, ours)
     assert (drop_in.stats.fallbacks, drop_in.stats.kept, arrivals.num_used) == (2, 0, 0)
@@ -318,3 +317,28 @@ def test_records_are_as_wide_as_metadata_rows(drop_in, arrivals):
         "topk_index": (16, torch.int64),
         "hidden_states": (64, torch.bfloat16),
     }
+
+
+def test_doctor_says_what_it_takes(monkeypatch):
+    from draftgather import sglang_plugin
+
+    monkeypatch.setenv("DRAFTGATHER_SGLANG_MAILBOX", "1")
+    assert (
+        "4096 slots of 14592 bytes (hidden 7168 torch.bfloat16), 57.0 MiB a rank" in sglang_plugin.describe_installed()
+    )
+    monkeypatch.setenv("DRAFTGATHER_SGLANG_MAILBOX", "yes")
+    assert "DRAFTGATHER_SGLANG_MAILBOX is 'yes', expected one of 0, 1" in sglang_plugin.describe_installed()
+    monkeypatch.setenv("DRAFTGATHER_SGLANG_MAILBOX", "0")
+    assert "mailbox" not in sglang_plugin.describe_installed()
+
+
+def test_rows_of_another_kind_are_not_kept(drop_in, choose, caplog):
+    """Guards metadata that lies on a device, or is not EAGLE's: sglang goes on as it was."""
+    choose(mailbox_slots=8)
+    twins = Arrivals(drop_in)
+    twins.ours.metadata.output_topk_index = twins.ours.metadata.output_topk_index.int()
+    for _ in range(3):
+        drop_in.check_arrivals([], [], twins.ours.metadata, lambda req: False)
+    assert drop_in.arrivals is None and drop_in._hidden == (64, torch.bfloat16)
+    assert drop_in.stats.fallbacks == 1
+    assert not hasattr(twins.commit(twins.ours, 3), "draft_slot")
