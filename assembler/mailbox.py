@@ -64,8 +64,9 @@ class DraftMailbox:
 
     Threads: every method may be called from any thread, beside assemblers of other threads. A `put`
     into a slot that `assemble_slots` or its launch still reads is refused, and a release then frees
-    the slot only later. Two puts into one slot at once, of one owner, are not told apart: a slot is
-    written by one thread at a time.
+    the slot only later, as it does while a `put` still writes there. Finalizers may call `release`.
+    Two puts into one slot at once, of one owner, are not told apart: a slot is written by one thread
+    at a time.
 
     Memory belongs to the mailbox, and lives as long as it, its views and the launches that read it.
     """
@@ -109,13 +110,15 @@ class DraftMailbox:
         self._all_present = [True] * len(self.presence)
         self._generations = [1] * num_slots
 
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may run somebody's finalizer, and that a release, inside any call here.
+        self._lock = threading.RLock()
         # First in, first out: a freed slot rests for as long as possible before its next tenant.
         self._free = deque(range(num_slots))
         self._is_queued = bytearray(b"\1" * num_slots)
         self._readers: dict[int, CompletionMarker] = {}  # slot -> the last launch that reads it
         self._being_read: dict[int, Int64Array] = {}  # of calls that have not launched yet: their slots
         self._num_reads = 0
+        self._being_put: dict[int, int] = {}  # slot -> the puts that move bytes into it just now
         self._draining: deque[int] = deque()
 
     # -- what a transfer engine needs
@@ -196,8 +199,12 @@ class DraftMailbox:
         if rows:
             raise ValueError(f"unknown fields {sorted(rows)}; the mailbox has {[field.name for field in self.fields]}")
         generation = self._begin_write(slot, owner)
-        for destination, source, num_bytes, _ in moves:
-            _memmove(destination, source, num_bytes)
+        try:
+            for destination, source, num_bytes, _ in moves:
+                _memmove(destination, source, num_bytes)
+        except BaseException:  # an interrupt
+            self._end_put(slot)
+            raise
         self._end_write(slot, owner, generation, present)
 
     def admit(self, owner: int, addresses: Sequence[int]) -> int:
@@ -207,10 +214,10 @@ class DraftMailbox:
         """
         owner = _owner(owner)
         slot = self.acquire()
-        record = self._address + slot * self._record_bytes
+        generation, record = self._begin_write(slot, owner), self._address + slot * self._record_bytes
         for (_, _, _, num_bytes, offset), address in zip(self._places, addresses, strict=True):
             _memmove(record + offset, address, num_bytes)
-        self._end_write(slot, owner, self._generations[slot], self._all_present)
+        self._end_write(slot, owner, generation, self._all_present)
         return slot
 
     def accept(self, slots: Sequence[int], owners: Sequence[int]) -> None:
@@ -302,12 +309,11 @@ class DraftMailbox:
     def end_read(self, read: int, marker: CompletionMarker) -> None:
         """The slots are read by a launch behind `marker`, and by nothing else any more."""
         with self._lock:
-            slots = self._being_read.pop(read)
-            if marker is DONE:
-                return
-            for slot in set(slots.tolist()):
-                # Launches on two streams may end in either order: both must be done.
-                self._readers[slot] = both_done(self._readers.get(slot), marker)
+            if marker is not DONE:
+                for slot in set(self._being_read[read].tolist()):
+                    # Launches on two streams may end in either order: both must be done.
+                    self._readers[slot] = both_done(self._readers.get(slot), marker)
+            del self._being_read[read]
 
     # -- inside
 
@@ -352,16 +358,18 @@ class DraftMailbox:
                     f"holds the row of owner {self._owner_of[slot]}",
                     f"a slot of owner {owner}, or a released one",
                 )
-            elif self._is_read(slot):
+            elif state == WRITTEN and self._is_read(slot):
                 fault = ("is read by a launch that is not done", "a slot that nobody reads")
             if fault is not None:
                 raise SlotError([Problem(0, None, f"slot {slot}", *fault, SlotError)])
             self._state_of[slot] = HELD
+            self._being_put[slot] = self._being_put.get(slot, 0) + 1
             return self._generations[slot]
 
     def _end_write(self, slot: int, owner: int, generation: int, present: Sequence[bool]) -> None:
         """Tag the record, and show it to readers."""
         with self._lock:
+            self._end_put(slot)
             if self._generations[slot] != generation:
                 fault = "was released while its row was put", "a slot held until put returns"
                 raise SlotError([Problem(0, None, f"slot {slot}", *fault, SlotError)])
@@ -372,6 +380,12 @@ class DraftMailbox:
             self._tag(slot, owner, generation, word)
             self._owner_of[slot] = owner
             self._state_of[slot] = WRITTEN
+
+    def _end_put(self, slot: int) -> None:
+        with self._lock:
+            self._being_put[slot] -= 1
+            if not self._being_put[slot]:
+                del self._being_put[slot]
 
     def _end_tenancy(self, slot: int) -> None:
         self._state_of[slot] = DRAINING
@@ -425,10 +439,12 @@ class DraftMailbox:
         return None
 
     def _drain(self) -> None:
-        """Free the released slots whose last reader is done."""
+        """Free the released slots that nobody reads, and no put still writes."""
         for _ in range(len(self._draining)):
+            if not self._draining:
+                return
             slot = self._draining.popleft()
-            if self._is_read(slot):
+            if slot in self._being_put or self._is_read(slot):
                 self._draining.append(slot)
                 continue
             self._readers.pop(slot, None)

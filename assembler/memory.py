@@ -116,9 +116,16 @@ class HostBlockCache:
         # Not an array: NumPy shortens chains of views, and would hold the block past the lease.
         lease = self._lease_types[block_bytes].from_address(block.data_ptr())
         # The lease holds its block, and a weak reference to itself whose callback gives the block
-        # back: it ends with the lease, whatever became of this cache.
+        # back: it ends with the lease, to this cache if that is still there.
+        of_cache = weakref.ref(free)
+
+        def give_back(_: object) -> None:
+            unused = of_cache()
+            if unused is not None:
+                unused.append(block)
+
         lease.block = block  # type: ignore[attr-defined]
-        lease.on_end = weakref.ref(lease, lambda _: free.append(block))  # type: ignore[attr-defined]
+        lease.on_end = weakref.ref(lease, give_back)  # type: ignore[attr-defined]
         return lease
 
 
@@ -136,22 +143,31 @@ def zero_copy_works(device: torch.device) -> bool:
     if device.type != "cuda" or not can_pin():
         return False
     try:
-        with torch.cuda.device(device):
-            pinned, written = (torch.zeros((1, 64), dtype=torch.int64, pin_memory=True) for _ in range(2))
-            slots = torch.zeros(1, dtype=torch.int64, device=device)
-            seen = []
-            for value in (1, 2):
-                pinned.fill_(value)
-                written.fill_(0)
-                output = torch.zeros((1, 64), dtype=torch.int64, device=device)
-                source, row = FieldSource(pool=RowTable(pinned)), RowFormat.of(64, torch.int64)
-                for table in (output, written):
-                    gather_rows(LaunchDescriptor(1, 1, (source,), slots, (None,), (RowTable(table),), (row,)))
-                # The copy back waits for both launches.
-                seen += [output.cpu().eq(value).all().item(), written.eq(value).all().item()]
+        try:
+            seen = _probe_zero_copy(device)
+        except FileNotFoundError:  # as in `warmup`: another process tidied the compiler's cache
+            seen = _probe_zero_copy(device)
     except RuntimeError as error:
         notice_once("the device cannot use pinned memory in place; rows are copied instead", error)
         return False
     if not all(seen):
         notice_once("the device's view of pinned memory is not live; rows are copied instead")
     return all(seen)
+
+
+def _probe_zero_copy(device: torch.device) -> list[bool]:
+    """What was as it should be."""
+    with torch.cuda.device(device):
+        pinned, written = (torch.zeros((1, 64), dtype=torch.int64, pin_memory=True) for _ in range(2))
+        slots = torch.zeros(1, dtype=torch.int64, device=device)
+        seen = []
+        for value in (1, 2):
+            pinned.fill_(value)
+            written.fill_(0)
+            output = torch.zeros((1, 64), dtype=torch.int64, device=device)
+            source, row = FieldSource(pool=RowTable(pinned)), RowFormat.of(64, torch.int64)
+            for table in (output, written):
+                gather_rows(LaunchDescriptor(1, 1, (source,), slots, (None,), (RowTable(table),), (row,)))
+            # The copy back waits for both launches.
+            seen += [bool(output.cpu().eq(value).all()), bool(written.eq(value).all())]
+    return seen

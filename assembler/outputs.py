@@ -41,6 +41,7 @@ class FreshOutputs:
     def _torch_table(self, num_rows: int, row: RowFormat) -> RowTable:
         shape = (num_rows, row.width)
         pinned = try_pinned(shape, row.dtype) if self._pin else None
+        self._pin = pinned is not None  # not asked again at each call
         return RowTable.over(torch.empty(shape, dtype=row.dtype, device=self._device) if pinned is None else pinned)
 
 

@@ -181,9 +181,11 @@ def test_release_during_put(monkeypatch):
     thread.start()
     assert moving.wait(10)
     mailbox.release(slot)
-    assert mailbox.acquire() == slot
+    with pytest.raises(dg.MailboxFullError):
+        mailbox.acquire()
     go_on.set()
     thread.join(10)
+    assert mailbox.acquire() == slot
     assert "released while its row was put" in str(caught[0])
     with pytest.raises(dg.SlotError, match="not written yet"):
         dg.DraftAssembler(FIELDS, mailbox=mailbox).assemble_slots([slot])

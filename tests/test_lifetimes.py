@@ -457,11 +457,11 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     ),
     "a slot is freed while a launch reads it": (
         "slots",
-        Mutation(DraftMailbox._drain, "if self._is_read(slot):", "if False:"),
+        Mutation(DraftMailbox._drain, "or self._is_read(slot):", "or False:"),
     ),
     "a row is put over one that a launch reads": (
         "slots",
-        Mutation(DraftMailbox._begin_write, "elif self._is_read(slot):", "elif False:"),
+        Mutation(DraftMailbox._begin_write, "elif state == WRITTEN and self._is_read(slot):", "elif False:"),
     ),
     "only the last of two streams' readers counts": (
         "slots",
