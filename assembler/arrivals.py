@@ -42,17 +42,18 @@ def read_trace(path: Path, *, jitter: bool, seed: int) -> list[Arrival]:
     Other keys than `timestamp` (ms), `input_length` and `output_length` are ignored, and blank lines
     skipped. Lines that are out of order are sorted. jitter: see `spread`. Raises TraceError.
     """
-    arrivals = []
+    arrivals, name, number = [], " ".join(str(path).splitlines()), 1
     try:
         with path.open("rb") as file:
             # A bounded read: a file without line ends is not a trace, and need not fit into memory.
-            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+            for line in iter(lambda: file.readline(_LONGEST_LINE), b""):
                 if line.strip():
-                    arrivals.append(_parse(line, f"{path}:{number}"))
+                    arrivals.append(_parse(line, f"{name}:{number}"))
+                number += line.endswith(b"\n")
     except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}") from error
+        raise TraceError(f"{name}: {error.strerror or error}") from error
     if not arrivals:
-        raise TraceError(f"{path}: holds no request")
+        raise TraceError(f"{name}: holds no request")
     arrivals.sort(key=lambda arrival: arrival.time_ms)
     return spread(arrivals, seed) if jitter else arrivals
 

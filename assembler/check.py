@@ -7,7 +7,7 @@ thorough ones, which either find it right after all or name every problem.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,7 @@ from draftgather.errors import (
     RelayError,
     RowValueError,
     SlotError,
+    shown,
 )
 from draftgather.fields import Field
 from draftgather.kernels.gather_rows import FieldSource, RowTable, are_distinct, are_in_range
@@ -31,19 +32,27 @@ if TYPE_CHECKING:
     from draftgather.future_map import Relay
 
 _CPU = torch.device("cpu")
+_BOOLS = frozenset({bool, np.bool_})
 
 
 def as_int64(values: object, what: str) -> Int64Array:
     """[n] int64 host array of a list, tuple, NumPy array or CPU tensor of integers."""
-    if isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1 and values.flags.carray:
+    if type(values) is np.ndarray and values.dtype == np.int64 and values.strides == (8,) and values.flags.carray:
         return values
     if isinstance(values, torch.Tensor):
         if not values.is_cpu:
             raise TypeError(f"{what} are on {values.device}, expected host values: reading them would stall the host")
-        values = values.numpy()
-    elif isinstance(values, (list, tuple)) and bool in set(map(type, values)):
+        if not has_memory(values):
+            raise TypeError(f"{what} have no storage ({values.layout})")
+        values = values.detach().resolve_conj().resolve_neg().numpy()
+    elif isinstance(values, (list, tuple)) and not _BOOLS.isdisjoint(map(type, values)):
         raise TypeError(f"{what} hold a bool, expected integers")
-    array = np.asarray(values)
+    elif isinstance(values, np.ma.MaskedArray):
+        raise TypeError(f"{what} are a masked array, expected integers")
+    try:
+        array = np.asarray(values)
+    except RuntimeError as error:  # a list of tensors that have no plain values
+        raise TypeError(f"{what} hold tensors without values on the host, expected integers") from error
     if array.size == 0 and array.ndim <= 1:
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -64,6 +73,8 @@ def check_batch_size(num_rows: int, pad_to: int | None, max_batch_size: int) -> 
 
 
 def check_request_ids(request_ids: Sequence[object] | None, num_rows: int) -> None:
+    if isinstance(request_ids, (Mapping, Set)):
+        raise TypeError(f"request_ids are a {type(request_ids).__name__}, expected a sequence")
     if request_ids is not None and len(request_ids) != num_rows:
         raise ValueError(f"{len(request_ids)} request ids for {num_rows} rows")
 
@@ -133,7 +144,10 @@ def as_row_lists(rows: Mapping[str, Iterable[object] | None]) -> dict[str, Seque
         is_list = given is None or type(given) is list or type(given) is tuple
         if not is_list and not isinstance(given, Iterable):
             raise TypeError(f"{name} is a {type(given).__name__}, expected a list of rows")
-        lists[name] = given if is_list else list(given)  # type: ignore[arg-type,assignment]
+        try:
+            lists[name] = given if is_list else list(given)  # type: ignore[arg-type,assignment]
+        except RuntimeError as error:  # a tensor without rows on the host
+            raise TypeError(f"{name} is {shown(given)} that cannot be taken apart into rows") from error
     return lists
 
 
@@ -187,9 +201,8 @@ def plain_rows(field: Field, given: Sequence[object] | None, device: torch.devic
             addresses.append(row.data_ptr())
     except RuntimeError:  # a sparse or otherwise address-less tensor
         return None
-    # Only a row of one element can be contiguous and lazily negated (an imaginary part is strided).
-    if shape[0] == 1 and any([row.is_neg() for row in given]):  # type: ignore[attr-defined]
-        return None
+    if any([row.is_neg() for row in given]):  # type: ignore[attr-defined]
+        return None  # lazily: the bytes have the other sign
     return FieldSource(None, given, dtype, addresses)  # type: ignore[arg-type]
 
 
@@ -324,6 +337,8 @@ def check_relay_vector(values: object, name: str, num_rows: int, device: torch.d
     """[num_rows] integers on `device`."""
     if not isinstance(values, torch.Tensor):
         raise RelayError(f"{name} is a {type(values).__name__}, expected a tensor [{num_rows}] on {device}")
+    if values.layout is not torch.strided or values.is_nested or values.is_neg():
+        raise RelayError(f"{name} is {shown(values)} without plain values, expected one [{num_rows}]")
     if values.device != device:
         raise RelayError(f"{name} is on {values.device}, expected {device}")
     if values.shape != (num_rows,):

@@ -27,7 +27,7 @@ from draftgather.completion import DONE, IN_FLIGHT, CompletionMarker
 from draftgather.describe import StagingRing, describe
 from draftgather.draft_batch import DraftBatch
 from draftgather.draft_input import EagleDraftInput
-from draftgather.errors import Problem, RelayError, raise_problems
+from draftgather.errors import Problem, RelayError, raise_problems, shown
 from draftgather.fields import Field, check_fields
 from draftgather.future_map import FutureMap, Relay, RelayMemory, RelayTables
 from draftgather.kernels.gather_rows import FieldSource, RelayTarget, RowTable
@@ -79,6 +79,8 @@ class DraftAssembler:
         self.max_batch_size = max_batch_size
         self.mailbox = mailbox
         self._machine = machine_for(self.device) if machine is None else machine
+        if mailbox is not None and not isinstance(mailbox, DraftMailbox):
+            raise TypeError(f"mailbox is {shown(mailbox)}, expected a DraftMailbox")
         self._records = () if mailbox is None else mailbox.sources_for(self.fields)
         self._reads_records = not self._machine.has_kernel or all(
             [source.pool is not None and self._machine.can_read(source.pool.tensor) for source in self._records]
@@ -260,6 +262,8 @@ class DraftAssembler:
         num_padded = check_batch_size(num_rows, pad_to, self.max_batch_size)
         check_request_ids(request_ids, num_rows)
         if relay is not None:
+            if not isinstance(relay, Relay) or not hasattr(relay.future_map, "tables_for"):
+                raise TypeError(f"relay is {shown(relay)}, expected a Relay to a FutureMap")
             if relay.future_map.device != self.device:
                 raise RelayError(f"the future map is on {relay.future_map.device}, the assembler on {self.device}")
             self._relay_tables(relay.future_map)

@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -98,6 +100,17 @@ class CaptureError(RuntimeError):
 
 class AlgorithmError(ValueError):
     """A speculative algorithm is registered incompletely, or its hand-off yielded nothing."""
+
+
+def shown(value: object) -> str:
+    """`value` in an error's text: short, and without a look into a tensor, whose memory may be gone."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {value.dtype}"
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return f"a huge {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:

@@ -25,6 +25,12 @@ _RESERVED_NAMES = frozenset(
 )
 
 
+_INTEGERS = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64}
+    | {torch.int64}
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """One tensor of a draft row.
@@ -51,8 +57,12 @@ class Field:
             raise ValueError(f"field name {self.name!r} is not a free identifier")
         if not isinstance(self.width, int) or isinstance(self.width, bool) or self.width < 1:
             raise ValueError(f"field {self.name!r}: width is {self.width!r}, expected an integer of at least 1")
-        is_dtype = isinstance(self.dtype, torch.dtype)
-        if not is_dtype or self.dtype.is_complex or self.dtype.itemsize not in (1, 2, 4, 8):
+        if self.width >= 1 << 31:
+            raise ValueError(f"field {self.name!r}: width is {self.width}, expected less than 2**31")
+        is_number = isinstance(self.dtype, torch.dtype) and (
+            self.dtype in _INTEGERS or (self.dtype.is_floating_point and not str(self.dtype).startswith("torch.float4"))
+        )
+        if not is_number or self.dtype.itemsize not in (1, 2, 4, 8):
             raise ValueError(f"field {self.name!r}: dtype is {self.dtype!r}, expected a real one of 1, 2, 4 or 8 bytes")
         if self.exact and self.allow_cast:
             raise ValueError(f"field {self.name!r}: exact and allow_cast exclude each other")

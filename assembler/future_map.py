@@ -10,7 +10,7 @@ import torch
 
 from draftgather.check import check_future_indices, check_relay_vector
 from draftgather.draft_input import EagleDraftInput
-from draftgather.errors import RelayError
+from draftgather.errors import RelayError, shown
 from draftgather.fields import Field
 from draftgather.kernels.gather_rows import FieldSource, LaunchDescriptor, RelayTarget, RowFormat, RowTable
 from draftgather.launch import launch
@@ -69,6 +69,8 @@ class FutureMap:
         machine: what the device can do; None probes it.
         """
         self.fields = tuple(fields)
+        if not all([isinstance(field, Field) for field in self.fields]):
+            raise ValueError(f"expected a sequence of draftgather.Field, got {shown(self.fields)}")
         if len({field.name for field in self.fields}) < len(self.fields):
             raise ValueError(f"field names repeat: {[field.name for field in self.fields]}")
         if not isinstance(num_slots, int) or isinstance(num_slots, bool) or num_slots < 2:
@@ -151,17 +153,21 @@ class FutureMap:
         tensors = [_field_of(draft_input, field.name) for field in self.fields]
         for field, tensor in zip(self.fields, tensors, strict=True):
             self._check_rows(field, tensor, num_rows)
+        # Rows that were resolved as invalid stay so.
+        known = getattr(draft_input, "valid", {})
+        for name in self.valid.keys() & known.keys():
+            self._check_flags(name, known[name], num_rows)
         if num_rows == 0:
             return
         absent = torch.zeros(num_rows, dtype=torch.uint8, device=self.device)
-        # Rows that were resolved as invalid stay so.
-        known = getattr(draft_input, "valid", {})
         self._launch(
             num_rows,
             self._formats,
             # The source of an absent field is never looked at: its presence says so.
             sources=tuple(
-                FieldSource(pool=self._output(num_rows, row) if t is None else RowTable.over(t.contiguous()))
+                FieldSource(
+                    pool=self._output(num_rows, row) if t is None else RowTable.over(t.resolve_neg().contiguous())
+                )
                 for t, row in zip(tensors, self._formats, strict=True)
             ),
             slots=torch.arange(num_rows, device=self.device),
@@ -256,7 +262,7 @@ class FutureMap:
     def _check_indices(self, future_indices: object, may_repeat: bool = False) -> int:
         """The number of rows."""
         if not isinstance(future_indices, torch.Tensor) or future_indices.ndim != 1:
-            raise RelayError(f"future_indices is {future_indices!r}, expected a tensor [b] of integers")
+            raise RelayError(f"future_indices is {shown(future_indices)}, expected a tensor [b] of integers")
         num_rows = len(future_indices)
         check_relay_vector(future_indices, "future_indices", num_rows, self.device)
         if num_rows and future_indices.is_cpu:
@@ -276,6 +282,11 @@ class FutureMap:
             raise RelayError(
                 f"{field.name} is {got[0]} {got[1]} on {got[2]}, expected {expected[0]} {expected[1]} on {expected[2]}"
             )
+
+    def _check_flags(self, name: str, flags: object, num_rows: int) -> None:
+        is_flags = isinstance(flags, torch.Tensor) and flags.dtype is torch.bool and has_memory(flags)
+        if not is_flags or flags.shape != (num_rows,) or flags.device != self.device:  # type: ignore[attr-defined]
+            raise RelayError(f"the validity of {name} is {shown(flags)}, expected a tensor [{num_rows}] of bools")
 
     def _consume(self, indices: torch.Tensor, seq_lens: torch.Tensor, bonus_tokens: torch.Tensor) -> None:
         """Debug: every row read was written since it was last read; poison it for the next."""

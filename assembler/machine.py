@@ -88,7 +88,12 @@ def machine_for(device: torch.device) -> Machine:
 
 def as_device(device: torch.device | str) -> torch.device:
     """`device` with its index: "cuda" is the current one."""
-    device = torch.device(device)
+    if not isinstance(device, (str, torch.device)):
+        raise ValueError(f"device is {device!r}, expected a torch.device or its name")
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device is {device!r}, which torch does not know") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {device}, but torch can use no CUDA device here")
     if device.type == "cuda" and device.index is None:

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from draftgather.completion import DONE, CompletionMarker, both_done
-from draftgather.errors import MailboxFullError, Problem, SlotError, raise_problems
+from draftgather.errors import MailboxFullError, Problem, SlotError, raise_problems, shown
 from draftgather.fields import TAG_WORDS, Field, RecordLayout
 from draftgather.kernels.gather_rows import FieldSource, RowTable
 from draftgather.memory import allocate_slab, can_pin
-from draftgather.rows import row_problem, to_row
+from draftgather.rows import has_memory, row_problem, to_row
 
 # What a slot is. A slot that is being freed stays WRITTEN or HELD to nobody: it is DRAINING.
 FREE, HELD, WRITTEN, DRAINING = range(4)
@@ -127,12 +127,14 @@ class DraftMailbox:
         return BufferInfo(self._address, self._slab.numel(), self.layout.record_bytes)
 
     def view(self, name: str) -> torch.Tensor:
-        """[num_slots, width] of one field, strided over the records: for reading."""
+        """[num_slots, width] of one field, strided over the records: for reading. ValueError for another name."""
+        if name not in self._views:
+            raise ValueError(f"unknown field {name!r}; the mailbox has {list(self._views)}")
         return self._views[name]
 
     def row(self, name: str, slot: int) -> torch.Tensor | None:
         """[width] of one field of a written slot, in place; None where it came without that optional field."""
-        return self._views[name][slot] if self._has_field(name, slot) else None
+        return self.view(name)[self._slot(slot)] if self._has_field(name, slot) else None
 
     def generation(self, slot: int) -> int:
         """The number of the slot's tenancy (the coming one, of a free slot): a writer puts it into the tag."""
@@ -184,10 +186,12 @@ class DraftMailbox:
             if not (
                 type(row) is torch.Tensor
                 and row.dtype is dtype
+                and row.layout is torch.strided
+                and not row.is_nested
                 and row.shape == shape
                 and row.is_cpu
                 and row.is_contiguous()
-                and (num_bytes > dtype.itemsize or not row.is_neg())
+                and not row.is_neg()
                 and row.untyped_storage().nbytes() >= row.storage_offset() * dtype.itemsize + num_bytes
             ):
                 row = self._converted(field, row, slot)
@@ -239,7 +243,7 @@ class DraftMailbox:
                     fault = "is given twice", "distinct slots"
                 seen.add(slot)
                 if fault is not None:
-                    problems.append(Problem(position, None, f"slot {slot}", *fault, SlotError))
+                    problems.append(Problem(position, None, f"slot {shown(slot)}", *fault, SlotError))
             raise_problems(problems)
             for slot, owner in wanted:
                 bits = int(self._tags[slot, 2]) & 0xFF
@@ -259,6 +263,8 @@ class DraftMailbox:
                     self._drain()
                     return
         if isinstance(slots, (torch.Tensor, np.ndarray)):
+            if isinstance(slots, torch.Tensor) and not (slots.is_cpu and has_memory(slots)):
+                raise TypeError(f"slots are {shown(slots)} without values on the host")
             slots = slots.tolist()
         wanted = [slots] if isinstance(slots, (int, np.integer)) else list(slots)
         with self._lock:
@@ -270,10 +276,10 @@ class DraftMailbox:
                     fault = "is given twice", "a held slot, once"
                 seen.add(slot)
                 if fault is not None:
-                    problems.append(Problem(position, None, f"slot {slot}", *fault, SlotError))
+                    problems.append(Problem(position, None, f"slot {shown(slot)}", *fault, SlotError))
             raise_problems(problems)
             for slot in wanted:
-                self._end_tenancy(slot)
+                self._end_tenancy(int(slot))
             self._drain()
 
     @property
@@ -324,7 +330,7 @@ class DraftMailbox:
 
     def _has_field(self, name: str, slot: int) -> bool:
         optional = [self.fields[f].name for f in self.layout.optional_fields]
-        return name not in optional or bool(self.presence[optional.index(name), slot])
+        return name not in optional or bool(self.presence[optional.index(name), self._slot(slot)])
 
     def _slot(self, slot: int) -> int:
         fault = self._range_fault(slot)
@@ -335,7 +341,7 @@ class DraftMailbox:
     def _range_fault(self, slot: object) -> tuple[str, str] | None:
         if isinstance(slot, (int, np.integer)) and not isinstance(slot, bool) and 0 <= slot < self.num_slots:
             return None
-        return f"is {slot!r}", f"an integer from 0 to {self.num_slots - 1}"
+        return f"is {shown(slot)}", f"an integer from 0 to {self.num_slots - 1}"
 
     def _converted(self, field: Field, row: object, slot: int) -> torch.Tensor | None:
         """The row as a contiguous tensor of exactly the field's width and dtype."""

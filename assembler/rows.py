@@ -16,6 +16,7 @@ from draftgather.errors import (
     RowDeviceError,
     RowDtypeError,
     RowShapeError,
+    shown,
 )
 from draftgather.fields import Field
 from draftgather.kernels.gather_rows import CASTABLE
@@ -52,6 +53,8 @@ def has_memory(tensor: torch.Tensor) -> bool:
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
+    if tensor.untyped_storage().device.type != tensor.device.type:
+        return False  # a fake tensor: it says it is elsewhere than its memory, which is nowhere
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return True
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -106,7 +109,7 @@ def to_row(field: Field, row: object) -> torch.Tensor | None:
         # A copy: torch takes neither read-only arrays nor negative strides.
         return torch.from_numpy(np.array(row))
     assert isinstance(row, (list, tuple))
-    return torch.tensor(row, dtype=field.dtype, device="cpu")
+    return _as_tensor(row, field.dtype)
 
 
 def _list_problem(field: Field, row: Sequence[Any], problem: Any) -> Problem | None:
@@ -121,17 +124,32 @@ def _list_problem(field: Field, row: Sequence[Any], problem: Any) -> Problem | N
         kinds = (int, np.integer)
     for item in row:
         if not isinstance(item, kinds) or (isinstance(item, bool) and field.dtype is not torch.bool):
-            return problem(RowDtypeError, f"holds {item!r}", f"numbers of {field.dtype}")  # type: ignore[no-any-return]
+            return problem(RowDtypeError, f"holds {shown(item)}", f"numbers of {field.dtype}")  # type: ignore[no-any-return]
     try:
-        converted = torch.tensor(row, dtype=field.dtype, device="cpu").tolist()
+        converted = _as_tensor(row, field.dtype).tolist()
     except (RuntimeError, OverflowError, ValueError, TypeError) as error:
         return problem(RowDtypeError, f"does not fit ({error})", f"numbers of {field.dtype}")  # type: ignore[no-any-return]
     for item, value in zip(row, converted, strict=True):
-        # Floating point rounds, as it must; integers stay exact, and nothing finite becomes infinite.
-        is_lost = value != item if isinstance(item, (int, np.integer)) else math.isinf(value) and math.isfinite(item)
-        if is_lost:
-            return problem(RowDtypeError, f"holds {item!r}", f"numbers that {field.dtype} can hold")  # type: ignore[no-any-return]
+        if _is_lost(item, value, field.dtype):
+            return problem(RowDtypeError, f"holds {shown(item)}", f"numbers that {field.dtype} can hold")  # type: ignore[no-any-return]
     return None
+
+
+def _as_tensor(row: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+    # torch takes no unsigned number of NumPy's beyond int64.
+    return torch.tensor([int(n) if isinstance(n, np.integer) else n for n in row], dtype=dtype, device="cpu")
+
+
+def _is_lost(item: Any, value: Any, dtype: torch.dtype) -> bool:
+    """Whether `item` became another number. Floating point rounds, as it must; integers stay exact."""
+    if isinstance(item, (int, np.integer)):
+        return bool(value != item)
+    if not math.isfinite(item):
+        return not (value == item or (math.isnan(item) and math.isnan(value)))
+    # Nothing finite becomes infinite; dtypes without an infinity stop at their largest.
+    return not math.isfinite(value) or (
+        dtype.itemsize == 1 and dtype.is_floating_point and abs(item) > torch.finfo(dtype).max
+    )
 
 
 def _describe(field: Field) -> str:

@@ -360,8 +360,9 @@ def _stacked(rows: list[torch.Tensor], out: torch.Tensor | None = None) -> torch
     try:
         return torch.stack(rows, out=out).detach()
     except RuntimeError:
-        # Into `out` torch does not stack rows that require grad; it says so before it writes.
-        return torch.stack([r.detach() for r in rows], out=out)
+        # Into `out` torch stacks neither rows that require grad nor such as lie in it; it says so before it writes.
+        stacked = torch.stack([r.detach() for r in rows])
+        return stacked if out is None else out.copy_(stacked)
 
 
 def _relay_rows(d: LaunchDescriptor, relay: RelayTarget, gathered: list[np.ndarray[Any, Any]]) -> None:
