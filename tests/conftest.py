@@ -21,7 +21,10 @@ import draftgather as dg
 from draftgather.completion import IN_FLIGHT
 from draftgather.machine import Machine, machine_for
 
-settings.register_profile("draftgather", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# Here and in CI the same examples each time; by hand others, and more: --hypothesis-profile=long.
+HYPOTHESIS = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+settings.register_profile("draftgather", derandomize=True, **HYPOTHESIS)
+settings.register_profile("long", max_examples=2500, **HYPOTHESIS)
 settings.load_profile("draftgather")
 
 CPU = torch.device("cpu")
