@@ -306,14 +306,16 @@ class DropIn:
 
     def commit(self, stock: Callable[[], Any], req: Any) -> Any:
         """sglang's commit of one finished transfer; what `get_buf` reads meanwhile is the row of `req`."""
-        if self.mode is not Mode.ON or self.arrivals is None:
+        if self.arrivals is None:
             return stock()
-        self._arriving = req
+        self._arriving = req if self.mode is Mode.ON else None
         try:
             return stock()
         finally:
             arrived, self._arriving, self._arrived = self._arrived, None, None
-            if arrived is not None:
+            if arrived is None:
+                self.arrivals.look_again(req)
+            else:
                 self.stats.kept += self.arrivals.settle(arrived, req)
 
     def read_metadata(self, stock: Callable[[Any], Any], buffers: Any, index: int) -> Any:

@@ -68,8 +68,8 @@ class ArrivalMailbox:
         self.mailbox = DraftMailbox(fields, num_slots)
         self._sources = [(t.data_ptr(), t.shape[1] * t.itemsize) for t in self._buffers]
         self._num_rows = len(self._buffers[0])
-        self._views: dict[int, dict[str, torch.Tensor]] = {}  # of the slots used so far
-        self._ends: dict[int, weakref.ref[Any]] = {}  # slot -> its request
+        self._views: dict[Any, dict[str, torch.Tensor]] = {}  # of the slots used so far
+        self._ends: dict[Any, weakref.ref[Any]] = {}  # slot -> its request
         # Filled by the ends of requests, which come in the midst of anything, the mailbox's own calls among them.
         self._ended: deque[int] = deque()
 
@@ -98,12 +98,24 @@ class ArrivalMailbox:
         if getattr(req, REQUEST_ROWS["hidden_states"], None) is not arrived.rows[_METADATA["hidden_states"]]:
             self.mailbox.release(slot)
             return False
-        former = getattr(req, "draft_slot", None)
-        if former is not None and self._ends.pop(former, None) is not None:
-            self.mailbox.release(former)  # another row of the same request: a rebootstrap
+        self._let_go(req)  # another row of the same request: a rebootstrap
         req.draft_slot, req.draft_owner = slot, arrived.owner
         self._ends[slot] = weakref.ref(req, lambda _: self._ended.append(slot))
         return True
+
+    def look_again(self, req: Any) -> None:
+        """After a commit without us: a request that has other rows now is not read from its former record."""
+        views = self._views.get(getattr(req, "draft_slot", None))
+        if views is not None and req.hidden_states_tensor is not views[_METADATA["hidden_states"]]:
+            self._let_go(req)
+            req.draft_slot = req.draft_owner = None
+
+    def _let_go(self, req: Any) -> None:
+        former: Any = getattr(req, "draft_slot", None)
+        end = self._ends.get(former)
+        if end is not None and end() is req:
+            del self._ends[former]
+            self.mailbox.release(former)
 
     def free_ended(self) -> None:
         """Release the records whose requests have ended since."""

@@ -215,6 +215,22 @@ def test_a_rebootstrap_replaces_the_record(drop_in, arrivals):
     assert arrivals.num_used == 0
 
 
+@pytest.mark.parametrize("why", ["full", "off"])
+def test_a_rebootstrap_without_a_record_forgets_the_former(drop_in, arrivals, why):
+    """Guards the stale row: the request has clones of the new one now, and is not read from its old record."""
+    pair = arrivals.commit_both(1)
+    others = [arrivals.commit_both(slot) for slot in range(20, 27)] if why == "full" else []
+    mode = Mode.ON if why == "full" else Mode.OFF
+    arrivals.run(arrivals.stock, Mode.OFF, lambda node: arrivals.commit(node, 6, req=adopt(pair[0], 7)))
+    arrivals.run(arrivals.ours, mode, lambda node: arrivals.commit(node, 6, req=adopt(pair[1], 7)))
+    assert_same_rows(*pair)
+    assert drop_in.stats.mailbox_full == len(others) // 7 and arrivals.num_used == len(others)
+    stock, ours = arrivals.process_reqs(*map(list, zip(pair, *others, strict=True)))
+    assert_same_inputs(stock.spec_info, ours.spec_info)
+    arrivals.assert_equal_relays()
+    assert drop_in.stats.batches == 1
+
+
 def adopt(req, room):
     req.bootstrap_room = room
     return req
