@@ -37,7 +37,7 @@ class Problem:
     error: type[DraftRowError]
 
     def __str__(self) -> str:
-        request = f"row {self.position}" if self.request_id is None else f"request {self.request_id!r}"
+        request = f"row {self.position}" if self.request_id is None else f"request {shown(self.request_id)}"
         return f"{request}: {self.field} {self.got}, expected {self.expected}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -155,6 +155,8 @@ class FutureMap:
             self._check_rows(field, tensor, num_rows)
         # Rows that were resolved as invalid stay so.
         known = getattr(draft_input, "valid", {})
+        if not isinstance(known, Mapping):
+            raise RelayError(f"the draft input's validity is {shown(known)}, expected a mapping by field name")
         for name in self.valid.keys() & known.keys():
             self._check_flags(name, known[name], num_rows)
         if num_rows == 0:
@@ -272,8 +274,8 @@ class FutureMap:
     def _check_rows(self, field: Field, tensor: object, num_rows: int) -> None:
         if tensor is None and field.optional:
             return
-        if not isinstance(tensor, torch.Tensor):
-            raise RelayError(f"{field.name} is {tensor!r}, expected a tensor [{num_rows}, {field.width}]")
+        if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
+            raise RelayError(f"{field.name} is {shown(tensor)}, expected a tensor [{num_rows}, {field.width}]")
         got = (tuple(tensor.shape), tensor.dtype, tensor.device)
         expected = ((num_rows, field.width), field.dtype, self.device)
         if got == expected and not has_memory(tensor):

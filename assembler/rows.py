@@ -81,6 +81,8 @@ def row_problem(field: Field, row: object, position: int, request_id: object, de
         if not has_memory(row):
             return problem(MissingRowError, f"{NO_STORAGE} ({row.layout})", _describe(field))
         shape, dtype = tuple(row.shape), row.dtype
+    elif isinstance(row, np.ma.MaskedArray):
+        return problem(MissingRowError, "is a masked array", _describe(field))
     elif isinstance(row, np.ndarray):
         try:
             shape, dtype = row.shape, torch.from_numpy(np.empty(0, row.dtype)).dtype
@@ -146,6 +148,8 @@ def _is_lost(item: Any, value: Any, dtype: torch.dtype) -> bool:
         return bool(value != item)
     if not math.isfinite(item):
         return not (value == item or (math.isnan(item) and math.isnan(value)))
+    if (item == 0 and value != 0) or item * value < 0:
+        return True
     # Nothing finite becomes infinite; dtypes without an infinity stop at their largest.
     return not math.isfinite(value) or (
         dtype.itemsize == 1 and dtype.is_floating_point and abs(item) > torch.finfo(dtype).max

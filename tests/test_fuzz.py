@@ -1748,10 +1748,6 @@ def test_line_number_after_a_long_blank_line(tmp_path: Path) -> None:
         read_trace(path, jitter=False, seed=0)
 
 
-_xfail = pytest.mark.xfail
-
-
-@_xfail(strict=True, reason="RuntimeError of torch")
 def test_stash_of_a_jagged_table() -> None:
     """Guards against rows of different widths: refused as what they are."""
     future_map = poisoned_map(_A, 8)
@@ -1762,7 +1758,6 @@ def test_stash_of_a_jagged_table() -> None:
     assert_poisoned(*relay_tensors(future_map).values())
 
 
-@_xfail(strict=True, reason="AttributeError")
 @pytest.mark.parametrize("flags", [None, [], torch.ones(2, dtype=torch.bool)], ids=["none", "list", "tensor"])
 def test_stash_with_flags_that_are_no_mapping(flags: Any) -> None:
     """Guards a foreign draft input that calls something else `valid`."""
@@ -1773,7 +1768,6 @@ def test_stash_with_flags_that_are_no_mapping(flags: Any) -> None:
     assert_poisoned(*relay_tensors(future_map).values())
 
 
-@_xfail(strict=True, reason="-1.0 becomes 1.0, and 0.0 becomes 2**-127: the dtype has neither a sign nor a zero")
 @pytest.mark.parametrize("number", [-1.0, 0.0])
 def test_lists_that_a_dtype_without_sign_cannot_hold(number: float) -> None:
     """Guards against a number that becomes another in silence."""
@@ -1781,7 +1775,6 @@ def test_lists_that_a_dtype_without_sign_cannot_hold(number: float) -> None:
     assert [problem.error for problem in problems] == [dg.RowDtypeError]
 
 
-@_xfail(strict=True, reason="what lies under the mask is taken")
 def test_masked_rows() -> None:
     """Guards against a number that its owner calls missing: rows are never invented (slots are refused so already)."""
     row = np.ma.masked_array([1, 2, 3], [False, True, False], np.float32)
@@ -1790,7 +1783,6 @@ def test_masked_rows() -> None:
         dg.DraftMailbox(_A, 1, pin_memory=False).put(0, 1, a=row)
 
 
-@_xfail(strict=True, reason="the id is printed into the message as it is: a plain ValueError")
 def test_request_ids_that_cannot_be_printed() -> None:
     """Guards the class of a bad row's error, whatever the request is called."""
     with pytest.raises(dg.MissingRowError):
