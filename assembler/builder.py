@@ -128,7 +128,7 @@ class EagleRows:
     def _assemble_slots(
         self, mailbox: DraftMailbox, reqs: Sequence[Any], request_ids: Sequence[object], relay: Relay | None
     ) -> DraftBatch:
-        """Records of the mailbox, where every request has one of just these fields; else views of them, and rows."""
+        """Records of the mailbox where every request has one, and all or none name an owner; else views, and rows."""
         slots = [getattr(req, "draft_slot", None) for req in reqs]
         if self._by_slot is not None and None not in slots:
             owners = [getattr(req, "draft_owner", None) for req in reqs]
@@ -139,8 +139,6 @@ class EagleRows:
         read, done = mailbox.begin_read(as_int64([slot for slot in slots if slot is not None], "slots")), DONE
         try:
             _check_slots(mailbox, reqs, slots)
-            if self._by_slot is not None and None not in slots:
-                return self._by_slot.assemble_slots(slots, None, request_ids, relay=relay)  # type: ignore[arg-type]
             rows = {f.name: [_row(f.name, req, mailbox) for req in reqs] for f in self.fields}
             assembled = self._by_row.assemble_rows(request_ids, relay=relay, **rows)  # type: ignore[arg-type]
             done = assembled.done

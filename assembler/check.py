@@ -196,13 +196,13 @@ def plain_rows(field: Field, given: Sequence[object] | None, device: torch.devic
                 return None
             if not row.is_contiguous() or not (row.is_cpu or row.device == device):
                 return None
+            if row.is_neg():  # lazily: the bytes have the other sign
+                return None
             if row.untyped_storage().nbytes() < row.storage_offset() * item_bytes + row_bytes:
                 return None
             addresses.append(row.data_ptr())
     except RuntimeError:  # a sparse or otherwise address-less tensor
         return None
-    if any([row.is_neg() for row in given]):  # type: ignore[attr-defined]
-        return None  # lazily: the bytes have the other sign
     return FieldSource(None, given, dtype, addresses)  # type: ignore[arg-type]
 
 

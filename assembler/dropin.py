@@ -313,10 +313,11 @@ class DropIn:
             return stock()
         finally:
             arrived, self._arriving, self._arrived = self._arrived, None, None
-            if arrived is None:
-                self.arrivals.look_again(req)
-            else:
+            try:
                 self.stats.kept += self.arrivals.settle(arrived, req)
+            except Exception:
+                self.stats.fallbacks += 1
+                self._say_once("settle", logging.ERROR, "failed to keep an arrived row", exc_info=True)
 
     def read_metadata(self, stock: Callable[[Any], Any], buffers: Any, index: int) -> Any:
         """sglang's `get_buf`: of a request that arrives the draft rows are views of a record, and not clones."""

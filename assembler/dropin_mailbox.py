@@ -92,23 +92,24 @@ class ArrivalMailbox:
             self._views[slot] = views
         return Arrived(slot, owner, views)
 
-    def settle(self, arrived: Arrived, req: Any) -> bool:
-        """Give the record to `req` if it has taken its views, else free it. Whether it has."""
-        slot = arrived.slot
-        if getattr(req, REQUEST_ROWS["hidden_states"], None) is not arrived.rows[_METADATA["hidden_states"]]:
-            self.mailbox.release(slot)
-            return False
-        self._let_go(req)  # another row of the same request: a rebootstrap
-        req.draft_slot, req.draft_owner = slot, arrived.owner
-        self._ends[slot] = weakref.ref(req, lambda _: self._ended.append(slot))
-        return True
-
-    def look_again(self, req: Any) -> None:
-        """After a commit without us: a request that has other rows now is not read from its former record."""
+    def settle(self, arrived: Arrived | None, req: Any) -> bool:
+        """After sglang's commit: `req` keeps the record whose views it has taken, and no other. Whether that is new."""
+        hidden = getattr(req, REQUEST_ROWS["hidden_states"], None)
+        if arrived is not None and hidden is arrived.rows[_METADATA["hidden_states"]]:
+            slot = arrived.slot
+            end = weakref.ref(req, lambda _: self._ended.append(slot))
+            self._let_go(req)  # another row of the same request: a rebootstrap
+            self._ends[slot] = end
+            req.draft_slot, req.draft_owner = slot, arrived.owner
+            return True
+        if arrived is not None:
+            self.mailbox.release(arrived.slot)
         views = self._views.get(getattr(req, "draft_slot", None))
-        if views is not None and req.hidden_states_tensor is not views[_METADATA["hidden_states"]]:
+        if views is not None and hidden is not views[_METADATA["hidden_states"]]:
+            # It has sglang's clones of another row now, and is not read from its former record.
             self._let_go(req)
             req.draft_slot = req.draft_owner = None
+        return False
 
     def _let_go(self, req: Any) -> None:
         former: Any = getattr(req, "draft_slot", None)

@@ -202,14 +202,7 @@ class DraftMailbox:
                 moves.append((record + offset, row.data_ptr(), num_bytes, row))
         if rows:
             raise ValueError(f"unknown fields {sorted(rows)}; the mailbox has {[field.name for field in self.fields]}")
-        generation = self._begin_write(slot, owner)
-        try:
-            for destination, source, num_bytes, _ in moves:
-                _memmove(destination, source, num_bytes)
-        except BaseException:  # an interrupt
-            self._end_put(slot)
-            raise
-        self._end_write(slot, owner, generation, present)
+        self._write(slot, owner, moves, present)
 
     def admit(self, owner: int, addresses: Sequence[int]) -> int:
         """`acquire` and `put` in one, for those who know their rows: nothing about them is looked at.
@@ -218,10 +211,12 @@ class DraftMailbox:
         """
         owner = _owner(owner)
         slot = self.acquire()
-        generation, record = self._begin_write(slot, owner), self._address + slot * self._record_bytes
-        for (_, _, _, num_bytes, offset), address in zip(self._places, addresses, strict=True):
-            _memmove(record + offset, address, num_bytes)
-        self._end_write(slot, owner, generation, self._all_present)
+        record = self._address + slot * self._record_bytes
+        moves = [
+            (record + offset, address, num_bytes, None)
+            for (_, _, _, num_bytes, offset), address in zip(self._places, addresses, strict=True)
+        ]
+        self._write(slot, owner, moves, self._all_present)
         return slot
 
     def accept(self, slots: Sequence[int], owners: Sequence[int]) -> None:
@@ -236,15 +231,10 @@ class DraftMailbox:
         wanted = list(zip(slots, map(_owner, owners), strict=True))
         with self._lock:
             self._drain()
-            problems, seen = [], set()
-            for position, (slot, owner) in enumerate(wanted):
-                fault = self._range_fault(slot) or self._tag_fault(slot, owner)
-                if slot in seen:
-                    fault = "is given twice", "distinct slots"
-                seen.add(slot)
-                if fault is not None:
-                    problems.append(Problem(position, None, f"slot {shown(slot)}", *fault, SlotError))
-            raise_problems(problems)
+            self._refuse(
+                [(slot, self._range_fault(slot) or self._tag_fault(slot, owner)) for slot, owner in wanted],
+                "distinct slots",
+            )
             for slot, owner in wanted:
                 bits = int(self._tags[slot, 2]) & 0xFF
                 self.presence[:, slot] = [bits >> i & 1 for i in range(len(self.presence))]
@@ -268,16 +258,9 @@ class DraftMailbox:
             slots = slots.tolist()
         wanted = [slots] if isinstance(slots, (int, np.integer)) else list(slots)
         with self._lock:
-            problems: list[Problem] = []
-            seen: set[int] = set()
-            for position, slot in enumerate(wanted):
-                fault = self._range_fault(slot) or self._tenancy_fault(slot)
-                if slot in seen:
-                    fault = "is given twice", "a held slot, once"
-                seen.add(slot)
-                if fault is not None:
-                    problems.append(Problem(position, None, f"slot {shown(slot)}", *fault, SlotError))
-            raise_problems(problems)
+            self._refuse(
+                [(slot, self._range_fault(slot) or self._tenancy_fault(slot)) for slot in wanted], "a held slot, once"
+            )
             for slot in wanted:
                 self._end_tenancy(int(slot))
             self._drain()
@@ -338,6 +321,17 @@ class DraftMailbox:
             raise SlotError([Problem(0, None, "slot", *fault, SlotError)])
         return int(slot)
 
+    def _refuse(self, slots: Sequence[tuple[int, tuple[str, str] | None]], expected: str) -> None:
+        """Raise for every slot that has a fault (got, expected), or is there twice."""
+        problems, seen = [], set()
+        for position, (slot, fault) in enumerate(slots):
+            if slot in seen:
+                fault = "is given twice", expected
+            seen.add(slot)
+            if fault is not None:
+                problems.append(Problem(position, None, f"slot {shown(slot)}", *fault, SlotError))
+        raise_problems(problems)
+
     def _range_fault(self, slot: object) -> tuple[str, str] | None:
         if isinstance(slot, (int, np.integer)) and not isinstance(slot, bool) and 0 <= slot < self.num_slots:
             return None
@@ -350,6 +344,20 @@ class DraftMailbox:
             raise_problems([problem])
         tensor = to_row(field, row)
         return None if tensor is None else tensor.detach()[: field.width].to(field.dtype).resolve_neg().contiguous()
+
+    def _write(
+        self, slot: int, owner: int, moves: Sequence[tuple[int, int, int, object]], present: Sequence[bool]
+    ) -> None:
+        """Move the bytes in (destination, source, bytes, what keeps the source alive), and show the record."""
+        generation = self._begin_write(slot, owner)
+        try:
+            for destination, source, num_bytes, _ in moves:
+                _memmove(destination, source, num_bytes)
+        except BaseException:  # an interrupt
+            with self._lock:
+                self._end_put(slot)
+            raise
+        self._end_write(slot, owner, generation, present)
 
     def _begin_write(self, slot: int, owner: int) -> int:
         """Hold the slot while its bytes change, so that nobody gathers it. The tenancy's generation."""
@@ -388,10 +396,9 @@ class DraftMailbox:
             self._state_of[slot] = WRITTEN
 
     def _end_put(self, slot: int) -> None:
-        with self._lock:
-            self._being_put[slot] -= 1
-            if not self._being_put[slot]:
-                del self._being_put[slot]
+        self._being_put[slot] -= 1
+        if not self._being_put[slot]:
+            del self._being_put[slot]
 
     def _end_tenancy(self, slot: int) -> None:
         self._state_of[slot] = DRAINING

@@ -25,6 +25,16 @@ REAL_DTYPES = (
     torch.uint8,
     torch.bool,
 )
+# Conversions that keep every value, as the documentation has them: not taken from the package.
+EXACT = {
+    torch.uint8: {torch.int16, torch.int32, torch.int64},
+    torch.int8: {torch.int16, torch.int32, torch.int64},
+    torch.int16: {torch.int32, torch.int64},
+    torch.int32: {torch.int64},
+    torch.float16: {torch.float32, torch.float64},
+    torch.bfloat16: {torch.float32, torch.float64},
+    torch.float32: {torch.float64},
+}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Rows = dict[str, list[torch.Tensor | None]]

@@ -34,6 +34,7 @@ import draftgather as dg
 from draftgather.arrivals import Arrival, TraceError, read_trace
 from draftgather.machine import Machine
 from helpers import (
+    EXACT,
     REAL_DTYPES,
     Rows,
     assert_batch,
@@ -92,15 +93,6 @@ def share_of(machine: Machine, twin: float, kernel: float) -> float:
 
 
 MORE_DTYPES = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
-EXACT = {
-    torch.uint8: {torch.int16, torch.int32, torch.int64},
-    torch.int8: {torch.int16, torch.int32, torch.int64},
-    torch.int16: {torch.int32, torch.int64},
-    torch.int32: {torch.int64},
-    torch.float16: {torch.float32, torch.float64},
-    torch.bfloat16: {torch.float32, torch.float64},
-    torch.float32: {torch.float64},
-}
 _PACKED = {torch.float16: "<e", torch.float32: "<f", torch.float64: "<d"}
 _NAMES = ("topk_p", "hidden_states", "seed", "é", "class_", "rows", "fields", "tensors", "device", "name", "valid")
 

@@ -10,6 +10,7 @@ import torch
 
 import draftgather as dg
 from helpers import (
+    EXACT,
     FIELD_LISTS,
     FakeMarker,
     Poisoned,
@@ -21,15 +22,6 @@ from helpers import (
     zero_rows,
 )
 
-EXACT = {
-    torch.uint8: {torch.int16, torch.int32, torch.int64},
-    torch.int8: {torch.int16, torch.int32, torch.int64},
-    torch.int16: {torch.int32, torch.int64},
-    torch.int32: {torch.int64},
-    torch.float16: {torch.float32, torch.float64},
-    torch.bfloat16: {torch.float32, torch.float64},
-    torch.float32: {torch.float64},
-}
 DTYPES = (
     torch.bool,
     torch.uint8,
