@@ -23,7 +23,7 @@ from draftgather.errors import (
     shown,
 )
 from draftgather.fields import Field
-from draftgather.kernels.gather_rows import FieldSource, RowTable, are_distinct, are_in_range
+from draftgather.kernels.row_tables import FieldSource, RowTable, are_distinct, are_in_range
 from draftgather.mailbox import DRAINING, FREE, HELD, WRITTEN, DraftMailbox, Int64Array
 from draftgather.memory import CACHED_FROM_BYTES, HostBlockCache
 from draftgather.rows import has_memory, row_problem, to_row

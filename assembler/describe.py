@@ -10,14 +10,8 @@ import torch
 
 from draftgather.completion import DONE, CompletionMarker
 from draftgather.fields import Field
-from draftgather.kernels.gather_rows import (
-    FieldSource,
-    LaunchDescriptor,
-    RelayTarget,
-    RowFormat,
-    RowTable,
-    gather_rows_torch,
-)
+from draftgather.kernels.gather_rows_torch import gather_rows_torch
+from draftgather.kernels.row_tables import FEW_SLOTS, FieldSource, LaunchDescriptor, RelayTarget, RowFormat, RowTable
 from draftgather.locate import Located
 from draftgather.machine import Machine
 from draftgather.mailbox import Int64Array
@@ -34,33 +28,51 @@ class StagingBuffer:
 
     def __init__(self, num_bytes: int, pin: bool) -> None:
         self.slab = allocate_slab(num_bytes, pin)
+        self._words = self.slab.view(torch.int64)
+        self._host_words = self._words.numpy()
         self._used = 0
         self.marker: CompletionMarker = DONE
+
+    @property
+    def is_used(self) -> bool:
+        return self._used > 0
 
     def rewind(self) -> None:
         self._used = 0
 
     def take(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """[num_rows, width] of what is not used yet."""
-        start, num_bytes = self._used, num_rows * width * dtype.itemsize
-        assert start + num_bytes <= self.slab.numel()
-        self._used = start + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        return self.slab[start : start + num_bytes].view(dtype).view(num_rows, width)
+        """[num_rows, width] of what is not used yet, every row at a multiple of 16 bytes."""
+        start, stride = self._used, _aligned(width * dtype.itemsize)
+        end = start + num_rows * stride
+        assert end <= self.slab.numel()
+        self._used = end
+        return self.slab[start:end].view(dtype).view(num_rows, stride // dtype.itemsize)[:, :width]
 
-    def put(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
-        """Copy a host vector [n] in."""
-        vector = torch.from_numpy(values)
-        staged = self.take(1, len(values), vector.dtype)[0]
-        staged.copy_(vector)
+    def put_flags(self, flags: np.ndarray[Any, np.dtype[np.bool_]] | np.bool_, num_rows: int) -> torch.Tensor:
+        """Copy a host vector [num_rows] in, as bytes; one flag stands for all."""
+        start, end = self._used, self._used + num_rows
+        assert end <= self.slab.numel()
+        self._used = _aligned(end)
+        staged = self.slab[start:end]
+        staged.numpy()[:] = flags
         return staged
+
+    def put(self, numbers: Int64Array) -> torch.Tensor:
+        """Copy a host vector [n] in."""
+        start = self._used // 8
+        end = start + len(numbers)
+        assert end <= len(self._words)
+        self._used = _aligned(end * 8)
+        self._host_words[start:end] = numbers
+        return self._words[start:end]
 
     def uploaded(self, machine: Machine, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of `tensors` (taken from here) on the device: one upload for all of them."""
         there = machine.upload(self.slab[: self._used])
         moved = []
         for tensor in tensors:
-            start = tensor.data_ptr() - self.slab.data_ptr()
-            moved.append(there[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            offset = (tensor.data_ptr() - self.slab.data_ptr()) // tensor.element_size()
+            moved.append(there.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), offset))
         return moved
 
 
@@ -96,12 +108,17 @@ class StagingRing:
     @staticmethod
     def bytes_for(fields: Sequence[Field], num_rows: int) -> int:
         """What the largest batch needs: its rows, an address and a presence byte a row and field, its slots."""
-        rows = sum(num_rows * (field.row_bytes + 9) + 3 * _ALIGNMENT for field in fields)
-        return rows + num_rows * 8 + 2 * _ALIGNMENT
+        rows = sum(num_rows * (_aligned(field.row_bytes) + 9) + 3 * _ALIGNMENT for field in fields)
+        return _aligned(rows + num_rows * 8 + 2 * _ALIGNMENT)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def describe(
     formats: tuple[RowFormat, ...],
+    optional: tuple[bool, ...],
     located: Located,
     outputs: Sequence[RowTable | None],
     num_padded: int,
@@ -110,20 +127,26 @@ def describe(
     machine: Machine,
 ) -> LaunchDescriptor:
     """The launch of one batch. `staging` is None where the twin runs: it reads the host's memory as it is."""
-    sources, slots = located.sources, located.slots
-    vectors = [None if p is None else p.view(np.uint8) for p in located.present]
+    sources, slots, few_slots = located.sources, located.slots, ()
     if staging is None:
         slots_tensor = None if slots is None else torch.from_numpy(slots)
-        present = tuple(None if p is None else torch.from_numpy(p) for p in vectors)
+        present = tuple([None if p is None else torch.from_numpy(p.view(np.uint8)) for p in located.present])
     else:
         if located.route == "staged":
             sources, slots = _staged(formats, located, staging), np.arange(located.num_rows)
         elif slots is None:
             written = _written(outputs, relay)
-            sources = tuple(_addressed(source, written, staging, machine) for source in sources)
-        slots_tensor = None if slots is None else staging.put(slots)
-        present = tuple(None if p is None else staging.put(p) for p in vectors)
-        if not machine.can_read_staging(staging.slab):
+            sources = tuple([_addressed(source, written, staging, machine) for source in sources])
+        slots_tensor = None
+        if slots is not None:
+            if located.num_rows <= FEW_SLOTS:
+                few_slots = tuple(slots.tolist())
+            else:
+                slots_tensor = staging.put(slots)
+        # Always flags for an optional field: one compiled variant, whoever has it.
+        flags = [np.True_ if p is None and o else p for p, o in zip(located.present, optional, strict=True)]
+        present = tuple([None if p is None else staging.put_flags(p, located.num_rows) for p in flags])
+        if staging.is_used and not machine.can_read_staging(staging.slab):
             sources, slots_tensor, present = _uploaded(located, sources, slots_tensor, present, staging, machine)
     return LaunchDescriptor(
         num_rows=located.num_rows,
@@ -134,6 +157,7 @@ def describe(
         outputs=tuple(outputs),
         formats=formats,
         relay=relay,
+        few_slots=few_slots,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 
@@ -25,18 +26,21 @@ from draftgather.check import (
 )
 from draftgather.completion import DONE, IN_FLIGHT, CompletionMarker
 from draftgather.describe import StagingRing, describe
-from draftgather.draft_batch import DraftBatch
+from draftgather.draft_batch import DraftBatch, Route
 from draftgather.draft_input import EagleDraftInput
 from draftgather.errors import Problem, RelayError, raise_problems, shown
 from draftgather.fields import Field, check_fields
 from draftgather.future_map import FutureMap, Relay, RelayMemory, RelayTables
-from draftgather.kernels.gather_rows import FieldSource, RelayTarget, RowTable
+from draftgather.kernels.gather_rows import LaunchPlan
+from draftgather.kernels.row_tables import FEW_SLOTS, FieldSource, LaunchDescriptor, RelayTarget, RowTable
 from draftgather.launch import launch
 from draftgather.locate import Located, locate_rows, locate_slots
 from draftgather.machine import Machine, as_device, machine_for
 from draftgather.mailbox import DraftMailbox
 from draftgather.memory import HostBlockCache
 from draftgather.outputs import FreshOutputs, OutputMemory, OutputMode, make_outputs
+
+_logger = logging.getLogger("draftgather")
 
 
 class DraftAssembler:
@@ -89,6 +93,7 @@ class DraftAssembler:
         self.vocab_size = vocab_size
         self._outputs = make_outputs(self.fields, max_batch_size, self.device, self._machine, outputs, output_memory)
         self._formats = tuple(field.format for field in self.fields)
+        self._optional = tuple(field.optional for field in self.fields)
         self._names = tuple(field.name for field in self.fields)
         self._no_outputs = (None,) * len(self.fields)
         self._no_rows = {field.name: self._zeros(0, field) for field in self.fields}
@@ -98,6 +103,8 @@ class DraftAssembler:
         if self._machine.has_kernel:
             self._ring = StagingRing(StagingRing.bytes_for(self.fields, max_batch_size), self._machine.pins)
         self._last_relay: tuple[RelayMemory, RelayTables] | None = None
+        self._plans: dict[object, LaunchPlan] = {}
+        self._is_warm = False
 
     # -- the two ways in
 
@@ -228,22 +235,29 @@ class DraftAssembler:
     # -- inside
 
     def _warm_up(self) -> None:
+        many = FEW_SLOTS + 1
         mailbox = DraftMailbox(self.fields, 1, pin_memory=self._machine.pins)
         mailbox.put(
             0, 0, **{field.name: torch.zeros(field.width, dtype=field.dtype, device="cpu") for field in self.fields}
         )
-        own = DraftAssembler(self.fields, self.device, 1, mailbox, machine=self._machine)
-        future_map = FutureMap(self.fields, 2, self.device, machine=self._machine)
-        one = torch.ones(1, dtype=torch.int64, device=self.device)
-        relay = Relay(future_map, one, one, one)
-        rows = {field.name: [torch.zeros(field.width, dtype=field.dtype, device=self.device)] for field in self.fields}
-        for batch_outputs, given in ((True, None), (True, relay), (False, relay)):
-            own.assemble_slots([0], relay=given, batch_outputs=batch_outputs)
-            own.assemble_rows(None, relay=given, batch_outputs=batch_outputs, **rows)  # type: ignore[arg-type]
+        own = DraftAssembler(self.fields, self.device, many, mailbox, machine=self._machine)
+        future_map = FutureMap(self.fields, many + 1, self.device, machine=self._machine)
+        indices = torch.arange(1, many + 1, device=self.device)
+        relay, relay_one = (Relay(future_map, i, i, i) for i in (indices, indices[:1]))
+        # At addresses that are multiples of 16, and at others.
+        blocks = {f.name: torch.zeros(f.width + 1, dtype=f.dtype, device=self.device) for f in self.fields}
+        aligned = {name: [block[:-1]] for name, block in blocks.items()}
+        odd = {name: [block[1:]] for name, block in blocks.items()}
+        for outputs, has_relay in ((True, False), (True, True), (False, True)):
+            own.assemble_slots([0], relay=relay_one if has_relay else None, batch_outputs=outputs)
+            own.assemble_slots([0] * many, relay=relay if has_relay else None, batch_outputs=outputs)
+            for rows in (aligned, odd):
+                own.assemble_rows(None, relay=relay_one if has_relay else None, batch_outputs=outputs, **rows)  # type: ignore[arg-type]
         # A future map of the same fields launches the same variants, whatever its size.
-        running = SimpleNamespace(spec_info=EagleDraftInput(future_indices=one), seq_lens=one)
+        running = SimpleNamespace(spec_info=EagleDraftInput(future_indices=indices), seq_lens=indices)
         future_map.resolve(running)
-        future_map.stash(one, running.spec_info)
+        future_map.stash(indices, running.spec_info)
+        self._is_warm = True
 
     def _the_mailbox(self) -> DraftMailbox:
         if self.mailbox is None:
@@ -288,14 +302,37 @@ class DraftAssembler:
         outputs = self._outputs.take(num_padded, located.sources) if batch_outputs else self._no_outputs
         staging = None if self._ring is None else self._ring.take()
         target = None if relay is None else self._relay_target(relay)
-        descriptor = describe(self._formats, located, outputs, num_padded, target, staging, self._machine)
-        done = launch(descriptor, self._machine)
+        descriptor = describe(
+            self._formats, self._optional, located, outputs, num_padded, target, staging, self._machine
+        )
+        done = launch(descriptor, self._machine, self._plan_for(located.route, descriptor))
         if relay is not None:
             relay.future_map.raise_fence()
         if staging is not None:
             staging.marker = done
             IN_FLIGHT.hold(done, (descriptor, staging.slab))
         return self._batch(located, outputs, done, num_padded)
+
+    def _plan_for(self, route: Route, d: LaunchDescriptor) -> LaunchPlan | None:
+        """The plan of an earlier launch like this one. Plans hold a relay's addresses: `_relay_tables` drops them."""
+        if self._ring is None:
+            return None
+        rows = tuple([(s.dtype, s.is_aligned) for s in d.sources]) if route == "pointers" else None
+        key = (route, bool(d.few_slots), d.relay is None, d.outputs is self._no_outputs, rows)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._machine.plan(d)
+            if plan is None:
+                return None
+            self._plans[key] = plan
+            if plan.is_new and self._is_warm:
+                _logger.warning(
+                    "draftgather: a kernel was compiled after warm-up, which takes long: route %s, rows of %s. Please "
+                    "report it, unless rows come in another dtype than their field's",
+                    route,
+                    [str(s.dtype) for s in d.sources] if rows else self._names,
+                )
+        return plan
 
     def _batch(
         self, located: Located, outputs: Sequence[RowTable | None], done: CompletionMarker, num_padded: int
@@ -327,6 +364,7 @@ class DraftAssembler:
         """The map's tables for our fields; checked once for each map."""
         if self._last_relay is None or self._last_relay[0] is not future_map:
             self._last_relay = (future_map, future_map.tables_for(self.fields))
+            self._plans.clear()
         return self._last_relay[1]
 
     def _relay_target(self, relay: Relay) -> RelayTarget:

@@ -10,7 +10,7 @@ import torch
 from draftgather.errors import RelayError
 from draftgather.fields import Field
 from draftgather.future_map import RelayTables
-from draftgather.kernels.gather_rows import RowTable
+from draftgather.kernels.row_tables import RowTable
 
 # A field's buffer in sglang's FutureMap.
 BUFFERS = {"topk_p": "topk_p_buf", "topk_index": "topk_index_buf", "hidden_states": "hidden_states_buf"}

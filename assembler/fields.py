@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from draftgather.errors import LayoutError
-from draftgather.kernels.gather_rows import RowFormat
+from draftgather.kernels.row_tables import RowFormat
 
 # A record's tag: owner, generation and layout word, int64 each, at the record's end.
 TAG_WORDS = 3

@@ -12,7 +12,7 @@ from draftgather.check import check_future_indices, check_relay_vector
 from draftgather.draft_input import EagleDraftInput
 from draftgather.errors import RelayError, shown
 from draftgather.fields import Field
-from draftgather.kernels.gather_rows import FieldSource, LaunchDescriptor, RelayTarget, RowFormat, RowTable
+from draftgather.kernels.row_tables import FieldSource, LaunchDescriptor, RelayTarget, RowFormat, RowTable
 from draftgather.launch import launch
 from draftgather.machine import Machine, as_device, machine_for
 from draftgather.memory import HostBlockCache, allocate_table
@@ -161,7 +161,17 @@ class FutureMap:
             self._check_flags(name, known[name], num_rows)
         if num_rows == 0:
             return
-        absent = torch.zeros(num_rows, dtype=torch.uint8, device=self.device)
+
+        def presence(field: Field, tensor: torch.Tensor | None) -> torch.Tensor | None:
+            if not field.optional:
+                return None
+            flags: torch.Tensor | None = known.get(field.name)
+            if tensor is not None and flags is not None:
+                return flags.contiguous().view(torch.uint8)
+            # Always flags for the kernel: one compiled variant.
+            is_all = tensor is not None and not self._machine.has_kernel
+            return None if is_all else torch.full((num_rows,), tensor is not None, device=self.device).view(torch.uint8)
+
         self._launch(
             num_rows,
             self._formats,
@@ -172,11 +182,8 @@ class FutureMap:
                 )
                 for t, row in zip(tensors, self._formats, strict=True)
             ),
-            slots=torch.arange(num_rows, device=self.device),
-            present=tuple(
-                absent if t is None else _as_bytes(known.get(field.name)) if field.optional else None
-                for t, field in zip(tensors, self.fields, strict=True)
-            ),
+            slots=None,
+            present=tuple(presence(field, t) for field, t in zip(self.fields, tensors, strict=True)),
             outputs=(None,) * len(self.fields),
             relay=RelayTarget(
                 future_indices=future_indices,
@@ -243,7 +250,7 @@ class FutureMap:
         formats: tuple[RowFormat, ...],
         *,
         sources: tuple[FieldSource, ...],
-        slots: torch.Tensor,
+        slots: torch.Tensor | None,
         present: tuple[torch.Tensor | None, ...],
         outputs: tuple[RowTable | None, ...],
         relay: RelayTarget | None,
@@ -320,10 +327,6 @@ class Relay:
     seq_lens: torch.Tensor
     bonus_tokens: torch.Tensor
     future_indices_cpu: torch.Tensor | None = None
-
-
-def _as_bytes(flags: torch.Tensor | None) -> torch.Tensor | None:
-    return None if flags is None else flags.contiguous().view(torch.uint8)
 
 
 def _field_of(draft_input: Any, name: str) -> torch.Tensor | None:

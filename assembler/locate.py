@@ -11,7 +11,7 @@ import torch
 from draftgather.draft_batch import Route
 from draftgather.errors import Problem, RowDeviceError, raise_problems
 from draftgather.fields import Field
-from draftgather.kernels.gather_rows import FieldSource
+from draftgather.kernels.row_tables import FieldSource
 from draftgather.machine import Machine
 from draftgather.mailbox import DraftMailbox, Int64Array
 

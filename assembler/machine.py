@@ -11,7 +11,8 @@ import torch
 
 from draftgather.completion import CompletionMarker, mark
 from draftgather.errors import CaptureError
-from draftgather.kernels.gather_rows import LaunchDescriptor, gather_rows
+from draftgather.kernels.gather_rows import LaunchPlan, gather_rows, plan_launches
+from draftgather.kernels.row_tables import LaunchDescriptor
 from draftgather.memory import can_pin, notice_once, zero_copy_works
 
 
@@ -42,10 +43,15 @@ class Machine:
 
     # -- work on the caller's current stream, in its order; the host never waits for it
 
-    def run(self, descriptor: LaunchDescriptor) -> CompletionMarker:
+    def plan(self, descriptor: LaunchDescriptor) -> LaunchPlan | None:
+        """For launches like this one; None where each is looked at anew."""
+        with self.active():
+            return plan_launches(descriptor)
+
+    def run(self, descriptor: LaunchDescriptor, plan: LaunchPlan | None = None) -> CompletionMarker:
         """Launch the kernel."""
         with self.active():
-            gather_rows(descriptor)
+            gather_rows(descriptor, plan)
             return mark(self.device)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from draftgather.completion import DONE, CompletionMarker, both_done
 from draftgather.errors import MailboxFullError, Problem, SlotError, raise_problems, shown
 from draftgather.fields import TAG_WORDS, Field, RecordLayout
-from draftgather.kernels.gather_rows import FieldSource, RowTable
+from draftgather.kernels.row_tables import FieldSource, RowTable
 from draftgather.memory import allocate_slab, can_pin
 from draftgather.rows import has_memory, row_problem, to_row
 

@@ -12,7 +12,8 @@ from functools import cache
 
 import torch
 
-from draftgather.kernels.gather_rows import FieldSource, LaunchDescriptor, RowFormat, RowTable, empty_table, gather_rows
+from draftgather.kernels.gather_rows import gather_rows
+from draftgather.kernels.row_tables import FieldSource, LaunchDescriptor, RowFormat, RowTable, empty_table
 
 _logger = logging.getLogger("draftgather")
 

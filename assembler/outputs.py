@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from draftgather.fields import Field
-from draftgather.kernels.gather_rows import FieldSource, RowFormat, RowTable
+from draftgather.kernels.row_tables import FieldSource, RowFormat, RowTable
 from draftgather.machine import Machine
 from draftgather.memory import HostBlockCache, allocate_table, notice_once, try_pinned
 

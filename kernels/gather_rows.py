@@ -1,157 +1,79 @@
-"""Gather draft rows into batched tensors, and into a future map's rows, in one launch.
+"""The Triton kernel, and the cheapest sound way to launch it.
 
-`gather_rows` is the Triton kernel's launcher, `gather_rows_torch` its twin on
-the CPU. Both take one `LaunchDescriptor` and write the same bytes. Nothing is
-checked here: `draftgather.check` has done it before.
+`gather_rows` takes the same `LaunchDescriptor` as its twin on the CPU, `gather_rows_torch`, and writes the
+same bytes. Nothing is checked here: `draftgather.check` has done it before.
+
+What can be looked at once (dtypes, alignment, widths, fixed addresses, the compiled variant) is a
+`LaunchPlan`; a launch from a plan passes addresses and counts straight to the compiled kernel. That way
+nothing is checked, so nothing that a variant was compiled for may differ: see `_Variant`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from draftgather.kernels.row_tables import FEW_SLOTS, LaunchDescriptor, RelayTarget
+
+logger = logging.getLogger("draftgather")
 
 # One program moves this many bytes of one field's row: 128 threads x 16 bytes.
 TILE_BYTES = 2048
-
-# Below this size of a field's rows NumPy's fancy indexing (a temporary, but no
-# dispatcher) beats torch.index_select; measured equal at about 8 rows of 14 KB.
-_SMALL_GATHER_BYTES = 96 * 1024
-
-# Up to so many integers Python's own min, max and set beat NumPy's reductions and sorts, whose code is
-# no longer in cache after the megabytes of the batch before.
-_FEW = 512
-
-_WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_ALIGNMENT = 16
 
 
-_NUMPY_INTEGERS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("i2"), 4: np.dtype("i4"), 8: np.dtype("i8")}
-_NUMPY_NUMBERS: dict[torch.dtype, np.dtype[Any]] = {
-    torch.float32: np.dtype("f4"),
-    torch.int32: np.dtype("i4"),
-    torch.int64: np.dtype("i8"),
-}
-_UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype("u4"), 8: np.dtype("u8")}
-_INT64 = np.dtype("i8")
+@triton.jit
+def _integer_at(words_ptr, row, is_wide, mask):  # type: ignore[no-untyped-def]
+    """Integer `row` of a vector, as int64. Read as 32-bit words, int64 and int32 take the same compiled variant."""
+    words_ptr += row * tl.where(is_wide, 2, 1)
+    low = tl.load(words_ptr, mask=mask, other=0).to(tl.int64)
+    high = tl.load(words_ptr + 1, mask=mask & is_wide, other=0).to(tl.int64)
+    return tl.where(is_wide, (high << 32) | (low & 0xFFFFFFFF), low)
 
 
-# What passes on the hot path are named tuples: frozen too, and made in a quarter of a frozen dataclass's time.
+_SLOT_PARAMETERS = ("slots_01", "slots_23", "slots_45", "slots_67")
+_VECTORS = ("slots_ptr", "future_indices_ptr", "seq_lens_ptr", "bonus_tokens_ptr")
 
 
-class RowFormat(NamedTuple):
-    """The shape of one field's rows, and the NumPy dtypes by which their bytes are moved."""
-
-    width: int  # elements a row
-    dtype: torch.dtype
-    item: np.dtype[Any]  # one opaque item of a row's bytes
-    number: np.dtype[Any]  # NumPy's own dtype of an element, or an integer as wide
-
-    @staticmethod
-    @cache
-    def of(width: int, dtype: torch.dtype) -> RowFormat:
-        number = _NUMPY_NUMBERS.get(dtype, _NUMPY_INTEGERS[dtype.itemsize])
-        return RowFormat(width, dtype, np.dtype((np.void, width * dtype.itemsize)), number)
-
-
-class RowTable(NamedTuple):
-    """A table of rows, and on the CPU the same memory as plain bytes, a row an item.
-
-    NumPy moves such items by memory copies, whatever they hold: no dtype is interpreted.
-    """
-
-    tensor: torch.Tensor  # [num_rows, width], elements of a row contiguous
-    raw: np.ndarray[Any, Any] | None = None  # [num_rows] one opaque item of row_bytes a row; None off the CPU
-    words: torch.Tensor | None = None  # [num_rows, row_words] the rows in their widest words; for large gathers
-
-    @classmethod
-    def over(cls, tensor: torch.Tensor) -> RowTable:
-        """Wrap `tensor` [num_rows, width]; rows may be strided, the elements of one may not."""
-        if not tensor.is_cpu:
-            return cls(tensor)
-        row_format = RowFormat.of(tensor.shape[1], tensor.dtype)
-        divisors = (
-            row_format.item.itemsize
-            | tensor.data_ptr()
-            | int(tensor.storage_offset()) * tensor.element_size()
-            | tensor.stride(0) * tensor.element_size()
-        )
-        word = next(dtype for size, dtype in _WORDS.items() if divisors % size == 0)
-        words = tensor.view(word)
-        return cls(tensor, words.numpy().view(row_format.item)[:, 0], words)
-
-
-def empty_table(num_rows: int, row: RowFormat, memory: Any = None) -> RowTable:
-    """An uninitialised table [num_rows, row.width] on the CPU, in `memory` (a buffer as large) where one is given."""
-    raw = np.empty(num_rows, row.item) if memory is None else np.frombuffer(memory, row.item, num_rows)
-    tensor = torch.from_numpy(np.ndarray((num_rows, row.width), row.number, raw))
-    return RowTable(tensor if tensor.dtype is row.dtype else tensor.view(row.dtype), raw)
-
-
-class FieldSource(NamedTuple):
-    """Where the rows of one field are: by slot in `pool`, or one by one in `rows`."""
-
-    pool: RowTable | None = None  # slots mode: [num_slots, width]
-    # Pointers mode:
-    rows: Sequence[torch.Tensor | None] = ()  # num_rows tensors [>= width] of `dtype`; None where absent
-    dtype: torch.dtype | None = None
-    addresses: list[int] | None = None  # [num_rows] of dense rows; None: not looked at yet
-    stacked: RowTable | None = None  # [num_rows, width] of the field's dtype: the rows, read already, for the twin
-    addresses_ptr: torch.Tensor | None = None  # [num_rows] int64, for the kernel; 0 where absent
-    is_aligned: bool = True  # every address is a multiple of 16
-
-
-class RelayTarget(NamedTuple):
-    """The future map's rows that the launch writes, and what it writes beside the fields."""
-
-    future_indices: torch.Tensor  # [num_rows] int; outside 0..num_slots-1: the row is not relayed
-    seq_lens: torch.Tensor | None  # [num_rows] int; None: a stash without a publish
-    bonus_tokens: torch.Tensor  # [num_rows] int
-    seq_lens_buf: RowTable  # [num_slots, 1] int64
-    bonus_tokens_buf: RowTable  # [num_slots, 1] int64
-    fields: tuple[RowTable | None, ...]  # [num_slots, width] a field; None: not relayed
-    valid: tuple[torch.Tensor | None, ...]  # [num_slots] bool a field; None: always there
-    is_in_range: bool = False  # the host has seen that every index is; the twin then does not look again
-
-
-class LaunchDescriptor(NamedTuple):
-    """All that one launch needs."""
-
-    num_rows: int  # b, at least 1
-    num_padded: int  # rows of the outputs, at least b; rows b.. become zero
-    sources: tuple[FieldSource, ...]  # one a field
-    slots: torch.Tensor | None  # [b] int64 or int32; None in pointers mode
-    present: tuple[torch.Tensor | None, ...]  # [b] uint8 a field: 0 where the row is absent; None: all there
-    outputs: tuple[RowTable | None, ...]  # [num_padded, width] a field; None: relay only
-    formats: tuple[RowFormat, ...]  # of outputs and relay, a field
-    relay: RelayTarget | None = None
-
-
-# The batch size is never specialised: one variant a field list and route, whatever the number of rows.
-@triton.jit(do_not_specialize=["num_rows", "num_relay_slots"])  # type: ignore[untyped-decorator]
+# No number is specialised: one variant a field list and way of finding rows, whatever the batch size.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[*_SLOT_PARAMETERS, "num_rows", "num_relay_slots", "wide_vectors"],
+    do_not_specialize_on_alignment=[*_VECTORS, "seq_lens_buf_ptr", "bonus_tokens_buf_ptr"],
+)
 def _gather_rows_kernel(  # type: ignore[no-untyped-def]
-    slots_ptr,  # [num_rows] int, None in pointers mode
-    source_ptrs,  # a field: pool [num_slots, SLOT_STRIDE], or table of addresses [num_rows] int64
+    slots_ptr,  # [num_rows] integers; None: the four below, or row i of the source
+    slots_01,  # two slots of 32 bits each, or None
+    slots_23,
+    slots_45,
+    slots_67,
+    source_ptrs,  # a field: pool of rows, or table of addresses [num_rows] int64
+    source_strides,  # a field: elements from one row of the pool to the next
     present_ptrs,  # a field: [num_rows] uint8, or None
     output_ptrs,  # a field: [num_padded, WIDTH], or None
     relay_ptrs,  # a field: [num_relay_slots, WIDTH], or None
     valid_ptrs,  # a field: [num_relay_slots] uint8, or None
-    future_indices_ptr,  # [num_rows], or None without a relay
-    seq_lens_ptr,  # [num_rows], or None
-    bonus_tokens_ptr,  # [num_rows]
+    future_indices_ptr,  # [num_rows] integers, or None without a relay
+    seq_lens_ptr,  # [num_rows] integers, or None
+    bonus_tokens_ptr,  # [num_rows] integers
     seq_lens_buf_ptr,  # [num_relay_slots] int64
     bonus_tokens_buf_ptr,  # [num_relay_slots] int64
     num_rows,
     num_relay_slots,
-    SOURCE_DTYPES: tl.constexpr,  # a field: element type of the separate rows (pointers mode)
-    SLOT_STRIDES: tl.constexpr,  # a field: elements from one slot to the next (slots mode)
+    wide_vectors,  # bits: which of slots, future_indices, seq_lens, bonus_tokens are int64, not int32
+    BY_ADDRESS: tl.constexpr,
+    SOURCE_DTYPES: tl.constexpr,  # a field: element type of the rows
+    ALIGNED: tl.constexpr,  # a field: every row starts at a multiple of 16 bytes
     WIDTHS: tl.constexpr,  # a field
     BLOCKS: tl.constexpr,  # a field: elements a tile, a power of two
-    ALIGNED: tl.constexpr,  # every address is a multiple of 16
 ):
     # 64 bits before any multiplication: pools pass 2**31 elements.
     row = tl.program_id(0).to(tl.int64)
@@ -161,18 +83,22 @@ def _gather_rows_kernel(  # type: ignore[no-untyped-def]
     in_relay = False
     relay_row = row
     if future_indices_ptr is not None:
-        relay_row = tl.load(future_indices_ptr + row, mask=is_row, other=-1).to(tl.int64)
-        in_relay = (relay_row >= 0) & (relay_row < num_relay_slots)
+        relay_row = _integer_at(future_indices_ptr, row, (wide_vectors & 2) != 0, is_row)
+        in_relay = is_row & (relay_row >= 0) & (relay_row < num_relay_slots)
         if tile == 0:
             if seq_lens_ptr is not None:
-                seq_len = tl.load(seq_lens_ptr + row, mask=in_relay, other=0)
-                tl.store(seq_lens_buf_ptr + relay_row, seq_len.to(tl.int64), mask=in_relay)
-            bonus_token = tl.load(bonus_tokens_ptr + row, mask=in_relay, other=0)
-            tl.store(bonus_tokens_buf_ptr + relay_row, bonus_token.to(tl.int64), mask=in_relay)
+                seq_len = _integer_at(seq_lens_ptr, row, (wide_vectors & 4) != 0, in_relay)
+                tl.store(seq_lens_buf_ptr + relay_row, seq_len, mask=in_relay)
+            bonus_token = _integer_at(bonus_tokens_ptr, row, (wide_vectors & 8) != 0, in_relay)
+            tl.store(bonus_tokens_buf_ptr + relay_row, bonus_token, mask=in_relay)
 
     slot = row
     if slots_ptr is not None:
-        slot = tl.load(slots_ptr + row, mask=is_row, other=0).to(tl.int64)
+        slot = _integer_at(slots_ptr, row, (wide_vectors & 1) != 0, is_row)
+    if slots_01 is not None:
+        low_pairs = tl.where(row < 2, slots_01.to(tl.int64), slots_23.to(tl.int64))
+        high_pairs = tl.where(row < 6, slots_45.to(tl.int64), slots_67.to(tl.int64))
+        slot = (tl.where(row < 4, low_pairs, high_pairs) >> ((row & 1) * 32)) & 0x7FFFFFFF
 
     for f in tl.static_range(len(WIDTHS)):
         start = tile * BLOCKS[f]
@@ -185,13 +111,13 @@ def _gather_rows_kernel(  # type: ignore[no-untyped-def]
             # interpreter makes integers of a scalar condition that it spreads over a block.
             source_end = tl.where(is_present, WIDTHS[f], 0)
 
-            if slots_ptr is not None:
-                source = source_ptrs[f] + slot * SLOT_STRIDES[f]
-            else:
+            if BY_ADDRESS:
                 address = tl.load(source_ptrs[f] + row, mask=is_present, other=0)
                 source = address.to(tl.pointer_type(SOURCE_DTYPES[f]), bitcast=True)
-                if ALIGNED:
-                    source = tl.multiple_of(source, 16)
+            else:
+                source = source_ptrs[f] + slot * source_strides[f]
+            if ALIGNED[f]:
+                source = tl.multiple_of(source, 16)
             # The one load of each element; padding and absent rows touch no memory.
             values = tl.load(source + columns, mask=columns < source_end, other=0)
 
@@ -216,196 +142,312 @@ _TRITON_DTYPES = {
 CASTABLE = frozenset(_TRITON_DTYPES)  # dtypes between which rows may be converted
 
 
-class _FieldArguments(NamedTuple):
-    """The kernel's arguments for one field."""
+@dataclass(frozen=True, slots=True)
+class _Pointer:
+    """What the compiler makes of a tensor; to it this is one, without memory."""
 
-    source_ptr: torch.Tensor  # the pool, or the addresses of the rows
-    output_ptr: torch.Tensor | None
-    relay_ptr: torch.Tensor | None
-    valid_ptr: torch.Tensor | None
-    source_dtype: tl.dtype
-    slot_stride: int
-    width: int
-    block: int
+    dtype: torch.dtype
+    is_aligned: bool
+
+    def data_ptr(self) -> int:
+        return 0 if self.is_aligned else 1
 
 
-def gather_rows(descriptor: LaunchDescriptor) -> None:
-    """Launch the kernel once on the current stream of the current device."""
-    d, relay = descriptor, descriptor.relay
-    if d.num_padded == 0:
-        return
-    fields = [_field_arguments(d, f) for f in range(len(d.sources))]
-    has_outputs = any(field.output_ptr is not None for field in fields)
-    # Without fields there is still a bonus token a row to relay.
-    num_tiles = max((-(-field.width // field.block) for field in fields), default=1)
-    _gather_rows_kernel[(d.num_padded if has_outputs else d.num_rows, num_tiles)](
-        _dense(d.slots),
-        tuple(field.source_ptr for field in fields),
-        d.present,
-        tuple(field.output_ptr for field in fields),
-        tuple(field.relay_ptr for field in fields),
-        tuple(field.valid_ptr for field in fields),
-        None if relay is None else _dense(relay.future_indices),
-        None if relay is None else _dense(relay.seq_lens),
-        None if relay is None else _dense(relay.bonus_tokens),
-        None if relay is None else relay.seq_lens_buf.tensor,
-        None if relay is None else relay.bonus_tokens_buf.tensor,
-        d.num_rows,
-        0 if relay is None else len(relay.bonus_tokens_buf.tensor),
-        SOURCE_DTYPES=tuple(field.source_dtype for field in fields),
-        SLOT_STRIDES=tuple(field.slot_stride for field in fields),
-        WIDTHS=tuple(field.width for field in fields),
-        BLOCKS=tuple(field.block for field in fields),
-        ALIGNED=all(source.is_aligned for source in d.sources),
-    )
+class _Arguments(NamedTuple):
+    """The kernel's arguments in their order."""
+
+    slots: Any
+    slot_pairs: tuple[Any, ...]  # four of them
+    sources: tuple[Any, ...]
+    strides: tuple[int, ...]
+    present: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    relayed: tuple[Any, ...]
+    valid: tuple[Any, ...]
+    vectors: tuple[Any, ...]  # future indices, sequence lengths, bonus tokens
+    buffers: tuple[Any, ...]  # of sequence lengths and bonus tokens
+    numbers: tuple[int, ...]  # num_rows, num_relay_slots, wide_vectors
+    constants: tuple[Any, ...]
+
+    def flat(self) -> tuple[Any, ...]:
+        return (
+            self.slots, *self.slot_pairs, self.sources, self.strides, self.present, self.outputs, self.relayed,
+            self.valid, *self.vectors, *self.buffers, *self.numbers, *self.constants,
+        )  # fmt: skip
 
 
-def _field_arguments(d: LaunchDescriptor, f: int) -> _FieldArguments:
-    source, row, output = d.sources[f], d.formats[f], d.outputs[f]
-    relay_table = None if d.relay is None else d.relay.fields[f]
-    valid = None if d.relay is None else d.relay.valid[f]
-    source_dtype = source.dtype if source.pool is None else row.dtype
-    assert source_dtype is not None
-    # Rows that keep their dtype travel as integers, so that no bit of them is interpreted.
-    own_dtype = row.dtype
-    if source_dtype is own_dtype:
-        source_dtype = own_dtype = _MOVE_AS[own_dtype.itemsize]
-    if source.pool is None:
-        assert source.addresses_ptr is not None
-        source_ptr, slot_stride = source.addresses_ptr, 0
-    else:
-        source_ptr, slot_stride = source.pool.tensor.view(source_dtype), source.pool.tensor.stride(0)
-    return _FieldArguments(
-        source_ptr=source_ptr,
-        output_ptr=None if output is None else output.tensor.view(own_dtype),
-        relay_ptr=None if relay_table is None else relay_table.tensor.view(own_dtype),
-        valid_ptr=None if valid is None else valid.view(torch.uint8),
-        source_dtype=_TRITON_DTYPES[source_dtype],
-        slot_stride=slot_stride,
-        width=row.width,
-        block=min(TILE_BYTES // source_dtype.itemsize, 1 << (row.width - 1).bit_length()),
-    )
+# For the compiler: numbers of 32 and of 64 bits that nothing is specialised for.
+_NUMBER, _LONG = 3, (1 << 40) + 3
+
+_NO_PAIRS = (None,) * (FEW_SLOTS // 2)
+_NO_VECTORS = (None,) * 3
+_NO_BUFFERS = (None,) * 2
 
 
-def _dense(vector: torch.Tensor | None) -> torch.Tensor | None:
-    """The kernel reads vectors by address: a strided one is copied."""
-    return None if vector is None else vector.contiguous()
-
-
-def gather_rows_torch(descriptor: LaunchDescriptor) -> None:
-    """The kernel's twin on the CPU: the same descriptor, the same bytes written."""
-    d = descriptor
-    if d.num_padded == 0:
-        return
-    slots = None if d.slots is None else d.slots.numpy()
-    # Every source is read before anything is relayed: source and relay may share memory.
-    gathered = [_gather_field(d, f, slots) for f in range(len(d.sources))]
-    if d.relay is not None:
-        _relay_rows(
-            d, d.relay, [_bytes_of(table, row)[: d.num_rows] for table, row in zip(gathered, d.formats, strict=True)]
-        )
-
-
-def _bytes_of(table: RowTable, row: RowFormat) -> np.ndarray[Any, Any]:
-    """The rows as opaque items."""
-    if table.raw is not None:
-        return table.raw
-    items: np.ndarray[Any, Any] = table.tensor.view(_MOVE_AS[row.dtype.itemsize]).numpy().view(row.item)[:, 0]
-    return items
-
-
-def _gather_field(d: LaunchDescriptor, f: int, slots: np.ndarray[Any, Any] | None) -> RowTable:
-    """Gather field `f` into its output (or a temporary), and zero what has no row."""
-    source, num_rows, present = d.sources[f], d.num_rows, d.present[f]
-    output = d.outputs[f] or source.stacked or empty_table(num_rows, d.formats[f])
-    if output is source.stacked:
-        return output
-    assert output.raw is not None
-    if source.stacked is not None:
-        output.tensor[:num_rows] = source.stacked.tensor
-    elif source.pool is None:
-        _stack_rows(source, present, output, d.formats[f])
-    elif num_rows * output.raw.itemsize <= _SMALL_GATHER_BYTES:
-        assert source.pool.raw is not None
-        output.raw[:num_rows] = source.pool.raw[slots]
-    else:
-        words = source.pool.words
-        assert words is not None and d.slots is not None
-        rows = output.tensor if num_rows == len(output.raw) else output.tensor[:num_rows]
-        torch.index_select(words, 0, d.slots, out=rows.view(words.dtype))
-    if present is not None:
-        output.raw[:num_rows][present.numpy() == 0] = np.zeros((), output.raw.dtype)
-    if num_rows < len(output.raw):
-        output.raw[num_rows:] = np.zeros((), output.raw.dtype)
-    return output
-
-
-def _stack_rows(source: FieldSource, present: torch.Tensor | None, table: RowTable, row: RowFormat) -> None:
-    """Write separate rows of one dtype, at least `row.width` wide, into the first rows of `table`."""
-    rows: list[torch.Tensor] = [r for r in source.rows if r is not None]
-    output = table.tensor
-    if present is not None:
-        if rows:
-            assert table.raw is not None
-            there = RowTable.over(_stacked(rows)[:, : row.width].to(row.dtype).contiguous())
-            table.raw[: len(present)][present.numpy() != 0] = there.raw
-    elif rows[0].shape[0] == row.width and source.dtype is row.dtype:
-        _stacked(rows, output if len(rows) == len(output) else output[: len(rows)])
-    else:
-        output[: len(rows)] = _stacked(rows)[:, : row.width]
-
-
-def _stacked(rows: list[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """torch.stack without autograd."""
-    try:
-        return torch.stack(rows, out=out).detach()
-    except RuntimeError:
-        # Into `out` torch stacks neither rows that require grad nor such as lie in it; it says so before it writes.
-        stacked = torch.stack([r.detach() for r in rows])
-        return stacked if out is None else out.copy_(stacked)
-
-
-def _relay_rows(d: LaunchDescriptor, relay: RelayTarget, gathered: list[np.ndarray[Any, Any]]) -> None:
-    """Scatter what was gathered into the relay rows; rows with an index out of range are left out."""
-    indices = relay.future_indices.numpy()
-    presents = [None if present is None else present.numpy() != 0 for present in d.present]
-    vectors = [(relay.bonus_tokens_buf, relay.bonus_tokens.numpy())]
-    if relay.seq_lens is not None:
-        vectors.append((relay.seq_lens_buf, relay.seq_lens.numpy()))
-    assert relay.bonus_tokens_buf.raw is not None
-    num_slots = len(relay.bonus_tokens_buf.raw)
-    if not (relay.is_in_range or are_in_range(indices, num_slots)):
-        keep = (indices >= 0) & (indices < num_slots)
-        indices, gathered = indices[keep], [raw[keep] for raw in gathered]
-        presents = [None if present is None else present[keep] for present in presents]
-        vectors = [(table, numbers[keep]) for table, numbers in vectors]
-    for table, numbers in vectors:
-        assert table.raw is not None
-        table.raw.view(_INT64)[indices] = numbers
-    for raw, field_table, valid, present in zip(gathered, relay.fields, relay.valid, presents, strict=True):
-        if field_table is None:
-            continue
-        assert field_table.raw is not None
-        if present is None:
-            field_table.raw[indices] = raw
+def _arguments(d: LaunchDescriptor) -> _Arguments:
+    """Of one launch, pointers as tensors."""
+    relay, num_fields = d.relay, len(d.sources)
+    sources: list[torch.Tensor | None] = []
+    source_dtypes, own_dtypes, strides, aligned = [], [], [], []
+    for source, row in zip(d.sources, d.formats, strict=True):
+        # Rows that keep their dtype travel as integers, so that no bit of them is interpreted.
+        own = _MOVE_AS[row.dtype.itemsize]
+        if source.pool is not None:
+            pool = source.pool.tensor.view(own)
+            sources.append(pool)
+            strides.append(pool.stride(0))
+            aligned.append((pool.data_ptr() | pool.stride(0) * pool.element_size()) % _ALIGNMENT == 0)
+            source_dtype = own
         else:
-            field_table.raw[indices[present]] = raw[present]
-        if valid is not None:
-            valid.numpy()[indices] = True if present is None else present
+            assert source.dtype is not None
+            if source.dtype is not row.dtype:
+                own = row.dtype
+            source_dtype = own if source.dtype is row.dtype else source.dtype
+            sources.append(source.addresses_ptr)
+            strides.append(0)
+            aligned.append(source.is_aligned)
+        source_dtypes.append(source_dtype)
+        own_dtypes.append(own)
+    if d.by_address:  # one class for all fields: two variants, not two to the number of fields
+        aligned = [all(aligned)] * num_fields
+
+    def views(tables: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple([None if t is None else t.tensor.view(own) for t, own in zip(tables, own_dtypes, strict=True)])
+
+    blocks = [
+        min(TILE_BYTES // dtype.itemsize, 1 << (row.width - 1).bit_length())
+        for dtype, row in zip(source_dtypes, d.formats, strict=True)
+    ]
+    nothing = (None,) * num_fields
+    return _Arguments(
+        slots=_words(d.slots),
+        slot_pairs=_pairs(d.few_slots),
+        sources=tuple(sources),
+        strides=tuple(strides),
+        present=d.present,
+        outputs=views(d.outputs),
+        relayed=nothing if relay is None else views(relay.fields),
+        valid=nothing if relay is None else tuple([None if v is None else v.view(torch.uint8) for v in relay.valid]),
+        vectors=_NO_VECTORS
+        if relay is None
+        else (_words(relay.future_indices), _words(relay.seq_lens), _words(relay.bonus_tokens)),
+        buffers=_NO_BUFFERS if relay is None else (relay.seq_lens_buf.tensor, relay.bonus_tokens_buf.tensor),
+        numbers=(d.num_rows, 0 if relay is None else len(relay.bonus_tokens_buf.tensor), _wide_vectors(d)),
+        constants=(
+            d.by_address,
+            tuple([_TRITON_DTYPES[dtype] for dtype in source_dtypes]),
+            tuple(aligned),
+            tuple([row.width for row in d.formats]),
+            tuple(blocks),
+        ),
+    )
 
 
-def are_in_range(indices: np.ndarray[Any, Any], end: int) -> bool:
-    """Whether all of at least one integer, int64 or int32, lie in 0..end-1."""
-    if len(indices) <= _FEW:
-        values = indices.tolist()
-        return bool(min(values) >= 0 and max(values) < end)
-    # As unsigned numbers, negative ones are too large: one pass instead of two.
-    return bool(indices.view(_UNSIGNED[indices.itemsize]).max() < end)
+def _words(vector: torch.Tensor | None) -> torch.Tensor | None:
+    """A vector of integers as the kernel reads it: dense, in words of 32 bits."""
+    return None if vector is None else vector.contiguous().view(torch.int32)
 
 
-def are_distinct(indices: np.ndarray[Any, Any]) -> bool:
-    """Whether no integer is there twice."""
-    if len(indices) <= _FEW:
-        return len(set(indices.tolist())) == len(indices)
-    ordered = np.sort(indices)
-    return not (ordered[1:] == ordered[:-1]).any()
+def _are_dense(relay: RelayTarget) -> bool:
+    lengths = relay.seq_lens
+    return (
+        relay.future_indices.is_contiguous()
+        and (lengths is None or lengths.is_contiguous())
+        and relay.bonus_tokens.is_contiguous()
+    )
+
+
+def _pairs(few_slots: tuple[int, ...]) -> tuple[int | None, ...]:
+    """At most FEW_SLOTS slots, two a parameter."""
+    if not few_slots:
+        return _NO_PAIRS
+    a, b, c, d, e, f, g, h = few_slots + (0,) * (FEW_SLOTS - len(few_slots))
+    return a | b << 32, c | d << 32, e | f << 32, g | h << 32
+
+
+def _wide_vectors(d: LaunchDescriptor) -> int:
+    """Bits: which vectors are int64."""
+    wide, relay = 0, d.relay
+    if d.slots is not None and d.slots.dtype is torch.int64:
+        wide = 1
+    if relay is not None:
+        if relay.future_indices.dtype is torch.int64:
+            wide |= 2
+        if relay.seq_lens is not None and relay.seq_lens.dtype is torch.int64:
+            wide |= 4
+        if relay.bonus_tokens.dtype is torch.int64:
+            wide |= 8
+    return wide
+
+
+def _grid(d: LaunchDescriptor, constants: tuple[Any, ...]) -> tuple[int, int, int]:
+    has_outputs = any([table is not None for table in d.outputs])
+    # Without fields there is still a bonus token a row to relay.
+    num_tiles = max([-(-width // block) for width, block in zip(*constants[-2:], strict=True)], default=1)
+    return d.num_padded if has_outputs else d.num_rows, num_tiles, 1
+
+
+# -- launching
+
+
+class _CompiledKernels:
+    """The variants of this process, and whether this Triton lets them be run directly.
+
+    They are kept: from Triton 3.8 on a compiled kernel unloads its code when it goes.
+    """
+
+    def __init__(self) -> None:
+        self._variants: dict[tuple[Any, ...], Any] = {}
+        # Not under the interpreter, nor in a form that nobody has looked at.
+        known = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
+        self.run_directly = known and isinstance(_gather_rows_kernel, JITFunction)
+
+    def get(self, arguments: _Arguments) -> tuple[Any, bool]:
+        """The kernel for these arguments, and whether it was compiled just now; None where it is not run directly."""
+        if not self.run_directly:
+            return None, False
+        kinds: _Arguments = _Arguments(*_kinds(arguments._replace(constants=())))
+        vector = _Pointer(torch.int32, False)  # the compiler does not look at their alignment
+        kinds = kinds._replace(
+            slots=None if kinds.slots is None else vector,
+            slot_pairs=tuple([None if kind is None else _LONG for kind in kinds.slot_pairs]),
+            vectors=tuple([None if kind is None else vector for kind in kinds.vectors]),
+            constants=arguments.constants,
+        )
+        key = (driver.active.get_current_device(), kinds)
+        kernel = self._variants.get(key)
+        if kernel is not None:
+            return kernel, False
+        kernel = _gather_rows_kernel.warmup(*kinds.flat(), grid=(1,))
+        if not all([hasattr(kernel, name) for name in ("run", "function", "packed_metadata", "launch_metadata")]):
+            self.give_up("a compiled kernel lacks what it is run by")
+            return None, False
+        self._variants[key] = kernel
+        return kernel, True
+
+    def give_up(self, why: str) -> None:
+        """Launch in Triton's plain way from now on."""
+        self.run_directly = False
+        logger.warning("draftgather: %s; launches go Triton's plain way, and take longer", why)
+
+
+_compiled = _CompiledKernels()
+
+
+def gather_rows(descriptor: LaunchDescriptor, plan: LaunchPlan | None = None) -> None:
+    """Launch the kernel once on the current stream of the current device.
+
+    plan: that of an earlier descriptor which agrees with this one in all that `LaunchPlan` names.
+    """
+    if descriptor.num_padded == 0:
+        return
+    if plan is not None:
+        plan.launch(descriptor)
+        return
+    arguments = _arguments(descriptor)
+    grid = _grid(descriptor, arguments.constants)
+    kernel, _ = _compiled.get(arguments)
+    if kernel is None:
+        _gather_rows_kernel[grid](*arguments.flat())
+    else:
+        _run(kernel, grid, _addresses(arguments.flat()))
+
+
+def plan_launches(descriptor: LaunchDescriptor) -> LaunchPlan | None:
+    """A plan for launches like this one; compiles the variant where it is new. None: there is no direct way."""
+    arguments = _arguments(descriptor)
+    kernel, is_new = _compiled.get(arguments)
+    if kernel is None:
+        return None
+    plan = LaunchPlan(descriptor, arguments, kernel, is_new)
+    if plan.arguments(descriptor) != _addresses(arguments.flat()):
+        _compiled.give_up("a launch plan gives other arguments than it was made from")
+        return None
+    return plan
+
+
+def _kinds(argument: Any) -> Any:
+    """All that a variant depends on, which is also what the compiler is given for it."""
+    if isinstance(argument, tuple):
+        return tuple([_kinds(item) for item in argument])
+    if isinstance(argument, torch.Tensor):
+        return _Pointer(argument.dtype, argument.data_ptr() % _ALIGNMENT == 0)
+    return _NUMBER if isinstance(argument, int) else argument
+
+
+def _addresses(argument: Any) -> Any:
+    """Arguments as the compiled kernel takes them."""
+    if isinstance(argument, tuple):
+        return tuple([_addresses(item) for item in argument])
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+
+
+def _run(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+    """Launch a compiled kernel. Nothing is checked."""
+    active, runtime = driver.active, knobs.runtime
+    stream = active.get_current_stream(active.get_current_device())
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    run = kernel.run  # loads the code, the first time
+    metadata = None if enter is None else kernel.launch_metadata(grid, stream, *arguments)
+    run(*grid, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *arguments)
+
+
+class LaunchPlan:
+    """What stays the same from launch to launch, looked at once; the rest is put in its place at each.
+
+    Launches of one plan agree in: device; formats; the dtypes and alignment of the sources, and whether they
+    are found by address; few slots or many; which fields have an output, a presence, a relay row; and the
+    relay's buffers. Who keeps a plan sees to that.
+    """
+
+    def __init__(self, descriptor: LaunchDescriptor, arguments: _Arguments, kernel: Any, is_new: bool) -> None:
+        self.is_new = is_new  # the variant was compiled for it
+        self._kernel = kernel
+        self._by_address = descriptor.by_address
+        self._has_outputs = any([table is not None for table in descriptor.outputs])
+        self._num_tiles = _grid(descriptor, arguments.constants)[1]
+        self._nothing = (None,) * len(descriptor.sources)
+        self._has_present = any([present is not None for present in descriptor.present])
+        self._relay_tables = _addresses((arguments.relayed, arguments.valid))
+        self._buffers = _addresses(arguments.buffers)
+        self._num_relay_slots = arguments.numbers[1]
+        self._constants = arguments.constants
+
+    def launch(self, d: LaunchDescriptor) -> None:
+        """As `gather_rows`, for a descriptor that agrees with the plan's."""
+        if d.relay is not None and not _are_dense(d.relay):
+            gather_rows(d)  # which copies them, and keeps the copies until the launch
+            return
+        grid = (d.num_padded if self._has_outputs else d.num_rows, self._num_tiles, 1)
+        _run(self._kernel, grid, self.arguments(d))
+
+    def arguments(self, d: LaunchDescriptor) -> tuple[Any, ...]:
+        nothing = self._nothing
+        if self._by_address:
+            sources = tuple([source.addresses_ptr.data_ptr() for source in d.sources])  # type: ignore[union-attr]
+            strides: tuple[int, ...] = (0,) * len(sources)
+        else:
+            pools = [source.pool.tensor for source in d.sources]  # type: ignore[union-attr]
+            sources = tuple([pool.data_ptr() for pool in pools])
+            strides = tuple([pool.stride(0) for pool in pools])
+        vectors: tuple[int | None, ...] = _NO_VECTORS
+        if d.relay is not None:
+            _, lengths, tokens, *_ = d.relay
+            vectors = (
+                d.relay.future_indices.data_ptr(), None if lengths is None else lengths.data_ptr(), tokens.data_ptr()
+            )  # fmt: skip
+        return (
+            None if d.slots is None else d.slots.data_ptr(),
+            *_pairs(d.few_slots),
+            sources,
+            strides,
+            _addresses(d.present) if self._has_present else nothing,
+            tuple([table.tensor.data_ptr() for table in d.outputs]) if self._has_outputs else nothing,  # type: ignore[union-attr]
+            *self._relay_tables,
+            *vectors,
+            *self._buffers,
+            d.num_rows,
+            self._num_relay_slots,
+            _wide_vectors(d),
+            *self._constants,
+        )

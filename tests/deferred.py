@@ -19,7 +19,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from draftgather.completion import CompletionMarker
-from draftgather.kernels.gather_rows import FieldSource, LaunchDescriptor, RowTable, gather_rows_torch
+from draftgather.kernels.gather_rows_torch import gather_rows_torch
+from draftgather.kernels.row_tables import FieldSource, LaunchDescriptor, RowTable
 from draftgather.machine import Machine
 
 CPU = torch.device("cpu")
@@ -111,7 +112,7 @@ class DeferredMachine(Machine):
     def can_read(self, tensor: torch.Tensor) -> bool:
         return self.reads_host_rows
 
-    def run(self, descriptor: LaunchDescriptor) -> CompletionMarker:
+    def run(self, descriptor: LaunchDescriptor, plan: object = None) -> CompletionMarker:
         self.queue.num_launches += 1
         restore = (lambda: descriptor) if self.holds_sources else _weak(descriptor, self.queue)
         self.queue.submit(lambda: self.execute(restore()))

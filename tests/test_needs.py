@@ -438,7 +438,7 @@ class FakeCuda:
             monkeypatch.setattr(torch.cuda, name, forbidden)
         real_launch = draft_assembler.launch
 
-        def launch(descriptor: Any, machine: Machine) -> Any:
+        def launch(descriptor: Any, machine: Machine, plan: object = None) -> Any:
             self.log.append(("launch", None))
             return real_launch(descriptor, machine)
 

@@ -21,7 +21,8 @@ import draftgather as dg
 from draftgather import machine as machine_module
 from draftgather import memory
 from draftgather.describe import StagingRing
-from draftgather.kernels.gather_rows import FieldSource, LaunchDescriptor, RowTable, gather_rows_torch
+from draftgather.kernels.gather_rows_torch import gather_rows_torch
+from draftgather.kernels.row_tables import FieldSource, LaunchDescriptor, RowTable
 from draftgather.machine import Machine, machine_for
 from draftgather.memory import can_pin, try_pinned, zero_copy_works
 from draftgather.outputs import FreshOutputs
@@ -30,7 +31,7 @@ from helpers import Rows, assert_batch, random_rows, row_of
 GPU = torch.device("cuda", 0)
 FIELDS = (*dg.eagle_fields(topk=4, hidden_size=64), dg.Field("seed", 3, torch.int32, optional=True))
 # Rows of 16, 32, 128 and 12 bytes: records of 256, and for a batch of 4 a staging buffer of 1152.
-RECORD_BYTES, RING_BYTES = 256, 1152
+RECORD_BYTES, RING_BYTES = 256, 1168
 PROBES = 2 * 512 + 1  # what `zero_copy_works` and `can_pin` pin
 
 NONE_LEFT = (
@@ -147,9 +148,9 @@ class FakeRuntime:
 
     # -- what a launch sees of it
 
-    def launch(self, d: LaunchDescriptor) -> None:
+    def launch(self, d: LaunchDescriptor, plan: object = None) -> None:
         """The kernel: the twin, fed with what the device sees."""
-        slots = None if d.slots is None else self._seen(d.slots).tolist()
+        slots = list(d.few_slots) if d.slots is None else self._seen(d.slots).tolist()
         present = tuple(None if flags is None else self._seen(flags) for flags in d.present)
         sources = []
         for source, flags in zip(d.sources, present, strict=True):
@@ -164,7 +165,9 @@ class FakeRuntime:
             seen = [self._seen(row) if there else None for row, there in zip(rows, is_there, strict=True)]
             sources.append(FieldSource(None, seen, dtype))
         outputs = tuple(None if table is None else RowTable.over(self._target(table.tensor)) for table in d.outputs)
-        gather_rows_torch(d._replace(slots=None, sources=tuple(sources), present=present, outputs=outputs))
+        gather_rows_torch(
+            d._replace(slots=None, few_slots=(), sources=tuple(sources), present=present, outputs=outputs)
+        )
 
     def _region(self, tensor: torch.Tensor) -> Region | None:
         for region in self.regions:
@@ -618,7 +621,7 @@ def test_the_probe_survives_one_lost_race(bench: Bench, monkeypatch: pytest.Monk
     runtime = bench.start()
     lost = [FileNotFoundError("tmp.pid_1")]
 
-    def gather_rows(descriptor: LaunchDescriptor) -> None:
+    def gather_rows(descriptor: LaunchDescriptor, plan: object = None) -> None:
         if lost:
             raise lost.pop()
         runtime.launch(descriptor)

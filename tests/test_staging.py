@@ -96,8 +96,8 @@ def markers(monkeypatch) -> list[FakeMarker]:
     made: list[FakeMarker] = []
     real = draft_assembler.launch
 
-    def launch(descriptor, machine):
-        real(descriptor, machine)
+    def launch(descriptor, machine, plan=None):
+        real(descriptor, machine, plan)
         made.append(FakeMarker())
         return made[-1]
 
