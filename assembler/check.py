@@ -23,10 +23,11 @@ from draftgather.errors import (
     shown,
 )
 from draftgather.fields import Field
-from draftgather.kernels.row_tables import FieldSource, RowTable, are_distinct, are_in_range
+from draftgather.kernels.row_tables import FieldSource, RowTable
 from draftgather.mailbox import DRAINING, FREE, HELD, WRITTEN, DraftMailbox, Int64Array
 from draftgather.memory import CACHED_FROM_BYTES, HostBlockCache
 from draftgather.rows import has_memory, row_problem, to_row
+from draftgather.slot_numbers import SlotNumbers
 
 if TYPE_CHECKING:
     from draftgather.future_map import Relay
@@ -96,7 +97,7 @@ def are_slots_good(mailbox: DraftMailbox, slots: Int64Array, owners: Int64Array 
     """Whether every slot is in range, written and of its owner."""
     if len(slots) == 0:
         return True
-    if not are_in_range(slots, mailbox.num_slots):
+    if not mailbox.slot_numbers.holds(slots):
         return False
     if mailbox.states[slots].tobytes() != _ALL_WRITTEN[: len(slots)] and (mailbox.states[slots] != WRITTEN).any():
         return False
@@ -328,13 +329,26 @@ def check_relay(relay: Relay, num_rows: int, device: torch.device) -> None:
         return
     if relay.future_indices_cpu is not None:
         check_relay_vector(relay.future_indices_cpu, "future_indices_cpu", num_rows, _CPU)
-        check_future_indices(relay.future_indices_cpu, relay.future_map.num_slots)
+        check_future_indices(relay.future_indices_cpu, relay.future_map.slot_numbers)
     if relay.future_indices.is_cpu:
-        check_future_indices(relay.future_indices, relay.future_map.num_slots)
+        check_future_indices(relay.future_indices, relay.future_map.slot_numbers)
 
 
 def check_relay_vector(values: object, name: str, num_rows: int, device: torch.device) -> None:
     """[num_rows] integers on `device`."""
+    if (
+        type(values) is torch.Tensor
+        and (values.dtype is torch.int64 or values.dtype is torch.int32)
+        and values.layout is torch.strided
+        and not values.is_nested
+        and values.dim() == 1
+        and values.numel() == num_rows
+        and values.device == device
+        and not values.is_neg()
+        and values.is_contiguous()
+        and values.untyped_storage().nbytes() >= (values.storage_offset() + num_rows) * values.dtype.itemsize
+    ):
+        return
     if not isinstance(values, torch.Tensor):
         raise RelayError(f"{name} is a {type(values).__name__}, expected a tensor [{num_rows}] on {device}")
     if values.layout is not torch.strided or values.is_nested or values.is_neg():
@@ -349,13 +363,14 @@ def check_relay_vector(values: object, name: str, num_rows: int, device: torch.d
         raise RelayError(f"{name} has dtype {values.dtype}, expected int64 or int32")
 
 
-def check_future_indices(future_indices: torch.Tensor, num_slots: int, may_repeat: bool = False) -> None:
+def check_future_indices(future_indices: torch.Tensor, slot_numbers: SlotNumbers, may_repeat: bool = False) -> None:
     """A host copy of at least one index: in range and distinct. Slot 0 is the padding sink: it may repeat."""
     indices = future_indices.numpy()
-    if not are_in_range(indices, num_slots):
+    if not slot_numbers.holds(indices):
+        num_slots = len(slot_numbers)
         outside = indices[(indices < 0) | (indices >= num_slots)][0]
         raise RelayError(f"future index {outside} is out of range, expected 0 to {num_slots - 1}")
-    if not may_repeat and not are_distinct(indices):
+    if not may_repeat and not slot_numbers.are_distinct(indices):
         repeated = [i for i, count in Counter(indices.tolist()).items() if count > 1 and i != 0]
         if repeated:
             rows = np.flatnonzero(indices == repeated[0]).tolist()

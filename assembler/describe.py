@@ -144,8 +144,10 @@ def describe(
             else:
                 slots_tensor = staging.put(slots)
         # Always flags for an optional field: one compiled variant, whoever has it.
-        flags = [np.True_ if p is None and o else p for p, o in zip(located.present, optional, strict=True)]
-        present = tuple([None if p is None else staging.put_flags(p, located.num_rows) for p in flags])
+        present = (None,) * len(optional)
+        if True in optional:
+            flags = [np.True_ if p is None and o else p for p, o in zip(located.present, optional, strict=True)]
+            present = tuple([None if p is None else staging.put_flags(p, located.num_rows) for p in flags])
         if staging.is_used and not machine.can_read_staging(staging.slab):
             sources, slots_tensor, present = _uploaded(located, sources, slots_tensor, present, staging, machine)
     return LaunchDescriptor(

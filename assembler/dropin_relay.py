@@ -11,6 +11,7 @@ from draftgather.errors import RelayError
 from draftgather.fields import Field
 from draftgather.future_map import RelayTables
 from draftgather.kernels.row_tables import RowTable
+from draftgather.slot_numbers import SlotNumbers
 
 # A field's buffer in sglang's FutureMap.
 BUFFERS = {"topk_p": "topk_p_buf", "topk_index": "topk_index_buf", "hidden_states": "hidden_states_buf"}
@@ -33,6 +34,7 @@ class SglangRelay:
             if buffer is not None
         }
         self.num_slots = len(future_map.new_seq_lens_buf)
+        self.slot_numbers = SlotNumbers(self.num_slots)
         self.device = future_map.new_seq_lens_buf.device
 
     def writes(self, future_map: Any) -> bool:

@@ -17,6 +17,7 @@ from draftgather.launch import launch
 from draftgather.machine import Machine, as_device, machine_for
 from draftgather.memory import HostBlockCache, allocate_table
 from draftgather.rows import has_memory
+from draftgather.slot_numbers import SlotNumbers
 
 _POISON = -1
 _INTEGER = RowFormat.of(1, torch.int64)
@@ -35,6 +36,7 @@ class RelayMemory(Protocol):
 
     device: torch.device
     num_slots: int
+    slot_numbers: SlotNumbers
     seq_lens_table: RowTable
     bonus_tokens_table: RowTable
 
@@ -79,6 +81,7 @@ class FutureMap:
         self.device = as_device(device)
         self.debug = debug
         self._machine = machine_for(self.device) if machine is None else machine
+        self.slot_numbers = SlotNumbers(num_slots)
         self._formats = tuple(field.format for field in self.fields)
         self._tables = tuple(self._table(row) for row in self._formats)
         self._valid = {field.name: self._table(_FLAG) for field in self.fields if field.optional}
@@ -187,6 +190,7 @@ class FutureMap:
             outputs=(None,) * len(self.fields),
             relay=RelayTarget(
                 future_indices=future_indices,
+                is_in_range=future_indices.is_cpu,
                 seq_lens=None,
                 bonus_tokens=bonus_tokens,
                 seq_lens_buf=self.seq_lens_table,
@@ -275,7 +279,7 @@ class FutureMap:
         num_rows = len(future_indices)
         check_relay_vector(future_indices, "future_indices", num_rows, self.device)
         if num_rows and future_indices.is_cpu:
-            check_future_indices(future_indices, self.num_slots, may_repeat)
+            check_future_indices(future_indices, self.slot_numbers, may_repeat)
         return num_rows
 
     def _check_rows(self, field: Field, tensor: object, num_rows: int) -> None:

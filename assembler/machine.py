@@ -15,6 +15,8 @@ from draftgather.kernels.gather_rows import LaunchPlan, gather_rows, plan_launch
 from draftgather.kernels.row_tables import LaunchDescriptor
 from draftgather.memory import can_pin, notice_once, zero_copy_works
 
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -69,7 +71,9 @@ class Machine:
 
     def active(self) -> AbstractContextManager[object]:
         """Make `device` the current one around a launch (Triton launches on the current device)."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
+            return _AS_IT_IS
+        return torch.cuda.device(self.device)
 
 
 def _is_pinned(tensor: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from draftgather.fields import TAG_WORDS, Field, RecordLayout
 from draftgather.kernels.row_tables import FieldSource, RowTable
 from draftgather.memory import allocate_slab, can_pin
 from draftgather.rows import has_memory, row_problem, to_row
+from draftgather.slot_numbers import SlotNumbers
 
 # What a slot is. A slot that is being freed stays WRITTEN or HELD to nobody: it is DRAINING.
 FREE, HELD, WRITTEN, DRAINING = range(4)
@@ -109,6 +110,7 @@ class DraftMailbox:
         self.presence = np.zeros((len(self.layout.optional_fields), num_slots), bool)
         self._all_present = [True] * len(self.presence)
         self._generations = [1] * num_slots
+        self.slot_numbers = SlotNumbers(num_slots)
 
         # Reentrant: the garbage collector may run somebody's finalizer, and that a release, inside any call here.
         self._lock = threading.RLock()

@@ -19,11 +19,11 @@ OutputMemory = Literal["device", "pinned"]
 class FreshOutputs:
     """Every call gets tensors of its own; their memory comes back when the caller drops them."""
 
-    def __init__(self, fields: Sequence[Field], device: torch.device, pin: bool) -> None:
+    def __init__(self, fields: Sequence[Field], device: torch.device, has_kernel: bool, pin: bool) -> None:
         self._formats = tuple(field.format for field in fields)
         self._device = device
         self._pin = pin
-        self._table = HostBlockCache().table if device.type == "cpu" else self._torch_table
+        self._table = self._torch_table if has_kernel else HostBlockCache().table
 
     def take(self, num_rows: int, sources: Sequence[FieldSource] = ()) -> tuple[RowTable, ...]:
         """[num_rows, width] a field, uninitialised; or the table into which just these rows were read already."""
@@ -42,7 +42,7 @@ class FreshOutputs:
         shape = (num_rows, row.width)
         pinned = try_pinned(shape, row.dtype) if self._pin else None
         self._pin = pinned is not None  # not asked again at each call
-        return RowTable.over(torch.empty(shape, dtype=row.dtype, device=self._device) if pinned is None else pinned)
+        return RowTable(torch.empty(shape, dtype=row.dtype, device=self._device) if pinned is None else pinned)
 
 
 class FixedOutputs:
@@ -80,4 +80,8 @@ def make_outputs(
     pin = memory == "pinned" and device.type == "cuda" and machine.pins and machine.zero_copy
     if memory == "pinned" and not pin:
         notice_once("no pinned memory for the outputs here; they lie on the assembler's device instead")
-    return FreshOutputs(fields, device, pin) if mode == "fresh" else FixedOutputs(fields, max_rows, device, pin)
+    return (
+        FreshOutputs(fields, device, machine.has_kernel, pin)
+        if mode == "fresh"
+        else FixedOutputs(fields, max_rows, device, pin)
+    )

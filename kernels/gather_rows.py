@@ -22,7 +22,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from draftgather.kernels.row_tables import FEW_SLOTS, LaunchDescriptor, RelayTarget
+from draftgather.kernels.row_tables import FEW_SLOTS, FieldSource, LaunchDescriptor, RelayTarget
 
 logger = logging.getLogger("draftgather")
 
@@ -407,6 +407,8 @@ class LaunchPlan:
         self._has_outputs = any([table is not None for table in descriptor.outputs])
         self._num_tiles = _grid(descriptor, arguments.constants)[1]
         self._nothing = (None,) * len(descriptor.sources)
+        self._sources = descriptor.sources
+        self._source_addresses = self._addresses_of(descriptor.sources)
         self._has_present = any([present is not None for present in descriptor.present])
         self._relay_tables = _addresses((arguments.relayed, arguments.valid))
         self._buffers = _addresses(arguments.buffers)
@@ -421,15 +423,17 @@ class LaunchPlan:
         grid = (d.num_padded if self._has_outputs else d.num_rows, self._num_tiles, 1)
         _run(self._kernel, grid, self.arguments(d))
 
+    def _addresses_of(self, sources: tuple[FieldSource, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """And the strides of pools."""
+        if self._by_address:
+            return tuple([s.addresses_ptr.data_ptr() for s in sources]), (0,) * len(sources)  # type: ignore[union-attr]
+        pools = [source.pool.tensor for source in sources]  # type: ignore[union-attr]
+        return tuple([pool.data_ptr() for pool in pools]), tuple([pool.stride(0) for pool in pools])
+
     def arguments(self, d: LaunchDescriptor) -> tuple[Any, ...]:
         nothing = self._nothing
-        if self._by_address:
-            sources = tuple([source.addresses_ptr.data_ptr() for source in d.sources])  # type: ignore[union-attr]
-            strides: tuple[int, ...] = (0,) * len(sources)
-        else:
-            pools = [source.pool.tensor for source in d.sources]  # type: ignore[union-attr]
-            sources = tuple([pool.data_ptr() for pool in pools])
-            strides = tuple([pool.stride(0) for pool in pools])
+        # A mailbox's pools are the same ones at each call.
+        sources, strides = self._source_addresses if d.sources is self._sources else self._addresses_of(d.sources)
         vectors: tuple[int | None, ...] = _NO_VECTORS
         if d.relay is not None:
             _, lengths, tokens, *_ = d.relay

@@ -13,7 +13,6 @@ from draftgather.kernels.row_tables import (
     RelayTarget,
     RowFormat,
     RowTable,
-    are_in_range,
     empty_table,
 )
 
@@ -55,6 +54,8 @@ def _gather_field(d: LaunchDescriptor, f: int, slots: np.ndarray[Any, Any] | Non
     output = d.outputs[f] or source.stacked or empty_table(num_rows, d.formats[f])
     if output is source.stacked:
         return output
+    if output.raw is None:
+        output = RowTable.over(output.tensor)
     assert output.raw is not None
     if source.stacked is not None:
         output.tensor[:num_rows] = source.stacked.tensor
@@ -109,7 +110,7 @@ def _relay_rows(d: LaunchDescriptor, relay: RelayTarget, gathered: list[np.ndarr
         vectors.append((relay.seq_lens_buf, relay.seq_lens.numpy()))
     assert relay.bonus_tokens_buf.raw is not None
     num_slots = len(relay.bonus_tokens_buf.raw)
-    if not (relay.is_in_range or are_in_range(indices, num_slots)):
+    if not relay.is_in_range:
         keep = (indices >= 0) & (indices < num_slots)
         indices, gathered = indices[keep], [raw[keep] for raw in gathered]
         presents = [None if present is None else present[keep] for present in presents]

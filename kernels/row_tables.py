@@ -17,14 +17,9 @@ _NUMPY_NUMBERS: dict[torch.dtype, np.dtype[Any]] = {
     torch.int32: np.dtype("i4"),
     torch.int64: np.dtype("i8"),
 }
-# Up to so many integers Python's own min, max and set beat NumPy's reductions and sorts, whose code is
-# no longer in cache after the megabytes of the batch before.
-_FEW = 512
 
 # So many slots travel as parameters of the kernel.
 FEW_SLOTS = 8
-
-_UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype("u4"), 8: np.dtype("u8")}
 
 
 # What passes on the hot path are named tuples: frozen too, and made in a quarter of a frozen dataclass's time.
@@ -122,20 +117,3 @@ class LaunchDescriptor(NamedTuple):
     def by_address(self) -> bool:
         """Whether the rows are separate ones."""
         return bool(self.sources) and self.sources[0].pool is None
-
-
-def are_in_range(indices: np.ndarray[Any, Any], end: int) -> bool:
-    """Whether all of at least one integer, int64 or int32, lie in 0..end-1."""
-    if len(indices) <= _FEW:
-        values = indices.tolist()
-        return bool(min(values) >= 0 and max(values) < end)
-    # As unsigned numbers, negative ones are too large: one pass instead of two.
-    return bool(indices.view(_UNSIGNED[indices.itemsize]).max() < end)
-
-
-def are_distinct(indices: np.ndarray[Any, Any]) -> bool:
-    """Whether no integer is there twice."""
-    if len(indices) <= _FEW:
-        return len(set(indices.tolist())) == len(indices)
-    ordered = np.sort(indices)
-    return not (ordered[1:] == ordered[:-1]).any()

@@ -488,7 +488,7 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     ),
     "a slot out of range is assembled": (
         "slots",
-        Mutation(check.are_slots_good, "if not are_in_range(slots, mailbox.num_slots):", "if False:"),
+        Mutation(check.are_slots_good, "if not mailbox.slot_numbers.holds(slots):", "if False:"),
     ),
     "a former tenant's record is accepted": (
         "slots",
@@ -532,11 +532,11 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     ),
     "two rows are relayed to one index": (
         "slots",
-        Mutation(check.check_future_indices, "if not may_repeat and not are_distinct(indices):", "if False:"),
+        Mutation(check.check_future_indices, "not slot_numbers.are_distinct(indices):", "False:"),
     ),
     "an index out of range is relayed": (
         "slots",
-        Mutation(check.check_future_indices, "if not are_in_range(indices, num_slots):", "if False:"),
+        Mutation(check.check_future_indices, "if not slot_numbers.holds(indices):", "if False:"),
     ),
     "a batch larger than the buffers": (
         "slots",

@@ -433,6 +433,7 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_args: self.stream)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "device", lambda *_args: nullcontext())
         for name in ("Stream", "ExternalStream", "stream", "set_stream", "synchronize", "default_stream"):
             monkeypatch.setattr(torch.cuda, name, forbidden)

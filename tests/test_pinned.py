@@ -576,8 +576,8 @@ def test_fresh_outputs_ask_for_pinned_memory_where_they_may(bench: Bench) -> Non
     """Guards the two kinds of table apart: pinned if asked for, on the device if not or where there is none left."""
     runtime = bench.start(most_pinned=3 * 12)
     fields = FIELDS[-1:]
-    assert not runtime.is_pinned(FreshOutputs(fields, GPU, pin=False).take(3)[0].tensor)
-    outputs = FreshOutputs(fields, GPU, pin=True)
+    assert not runtime.is_pinned(FreshOutputs(fields, GPU, has_kernel=True, pin=False).take(3)[0].tensor)
+    outputs = FreshOutputs(fields, GPU, has_kernel=True, pin=True)
     assert [runtime.is_pinned(outputs.take(3)[0].tensor) for _ in range(3)] == [True, False, False]
 
 

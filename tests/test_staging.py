@@ -321,7 +321,7 @@ def test_tables_are_ordinary_tensors(clone):
 
 def test_fresh_outputs_take_new_tables():
     """Guards "fresh": two takes never share memory, of any size."""
-    outputs = FreshOutputs((WIDE, Field("small", 1, torch.bool)), torch.device("cpu"), pin=False)
+    outputs = FreshOutputs((WIDE, Field("small", 1, torch.bool)), torch.device("cpu"), has_kernel=False, pin=False)
     taken = [outputs.take(num_rows) for num_rows in (8, 8, 1, 1)]
     addresses = [table.tensor.data_ptr() for tables in taken for table in tables]
     assert len(set(addresses)) == 8
