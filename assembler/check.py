@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,12 +35,16 @@ if TYPE_CHECKING:
 
 _CPU = torch.device("cpu")
 _BOOLS = frozenset({bool, np.bool_})
+_INT = {int}
 
 
 def as_int64(values: object, what: str) -> Int64Array:
     """[n] int64 host array of a list, tuple, NumPy array or CPU tensor of integers."""
     if type(values) is np.ndarray and values.dtype == np.int64 and values.strides == (8,) and values.flags.carray:
         return values
+    if type(values) is list and set(map(type, values)) == _INT:
+        with suppress(OverflowError):  # told below
+            return np.array(values, np.int64)
     if isinstance(values, torch.Tensor):
         if not values.is_cpu:
             raise TypeError(f"{what} are on {values.device}, expected host values: reading them would stall the host")

@@ -66,7 +66,10 @@ class ArrivalMailbox:
         if any([t.dtype is not f.dtype or not t.is_cpu for t, f in zip(self._buffers, fields, strict=True)]):
             raise ValueError(f"metadata rows are {[(t.dtype, t.device) for t in self._buffers]}, expected {fields}")
         self.mailbox = DraftMailbox(fields, num_slots)
-        self._sources = [(t.data_ptr(), t.shape[1] * t.itemsize) for t in self._buffers]
+        # Their bytes, and how many a row has.
+        self._sources = [
+            (memoryview(t.view(torch.uint8).view(-1).numpy()), t.shape[1] * t.itemsize) for t in self._buffers
+        ]
         self._num_rows = len(self._buffers[0])
         self._views: dict[Any, dict[str, torch.Tensor]] = {}  # of the slots used so far
         self._ends: dict[Any, weakref.ref[Any]] = {}  # slot -> its request
@@ -83,7 +86,8 @@ class ArrivalMailbox:
         if not 0 <= index < self._num_rows:
             raise IndexError(f"metadata slot {index}, expected 0 to {self._num_rows - 1}")
         try:
-            slot = self.mailbox.admit(owner, [start + index * row_bytes for start, row_bytes in self._sources])
+            rows = [source[index * row_bytes : (index + 1) * row_bytes] for source, row_bytes in self._sources]
+            slot = self.mailbox.admit(owner, rows)
         except MailboxFullError:
             return None
         views = self._views.get(slot)

@@ -34,6 +34,8 @@ _memmove = ctypes.memmove
 
 
 def _owner(owner: int) -> int:
+    if type(owner) is int and -(1 << 63) <= owner < 1 << 63:
+        return owner
     if isinstance(owner, (int, np.integer)) and -(1 << 63) <= owner < 1 << 63:
         return int(owner)
     raise ValueError(f"owner is {owner!r}, expected a 64-bit integer")
@@ -157,17 +159,7 @@ class DraftMailbox:
     def acquire(self) -> int:
         """Hold a free slot; MailboxFullError at once where there is none."""
         with self._lock:
-            slot = self._take_free()
-            if slot is None:
-                self._drain()
-                slot = self._take_free()
-            if slot is None:
-                raise MailboxFullError(
-                    f"all {self.num_slots} slots are in use, {len(self._draining)} of them released but still "
-                    "read by a launch: release slots, make the mailbox larger, or keep your own copy of the row"
-                )
-            self._state_of[slot] = HELD
-            return slot
+            return self._take_slot()
 
     def put(self, slot: int, owner: int, **rows: object) -> None:
         """Write the row of one request that is in this process.
@@ -206,19 +198,26 @@ class DraftMailbox:
             raise ValueError(f"unknown fields {sorted(rows)}; the mailbox has {[field.name for field in self.fields]}")
         self._write(slot, owner, moves, present)
 
-    def admit(self, owner: int, addresses: Sequence[int]) -> int:
-        """`acquire` and `put` in one, for those who know their rows: nothing about them is looked at.
+    def admit(self, owner: int, rows: Iterable[memoryview]) -> int:
+        """`acquire` and `put` in one, for those who know their rows: only their sizes are looked at.
 
-        addresses: of a dense row of each field, in their order, in this process's memory. Gives the slot.
+        rows: the bytes of a dense row of each field, in their order; none is absent. Gives the slot.
         """
         owner = _owner(owner)
-        slot = self.acquire()
-        record = self._address + slot * self._record_bytes
-        moves = [
-            (record + offset, address, num_bytes, None)
-            for (_, _, _, num_bytes, offset), address in zip(self._places, addresses, strict=True)
-        ]
-        self._write(slot, owner, moves, self._all_present)
+        with self._lock:
+            slot = self._take_slot()
+            self._being_put[slot] = 1
+            generation = self._generations[slot]
+        start, records = slot * self._record_bytes, self._bytes
+        try:
+            for (_, _, _, num_bytes, offset), row in zip(self._places, rows, strict=True):
+                records[start + offset : start + offset + num_bytes] = row
+        except BaseException:  # another size; an interrupt
+            with self._lock:
+                self._end_put(slot)
+                self._end_tenancy(slot)
+            raise
+        self._end_write(slot, owner, generation, self._all_present)
         return slot
 
     def accept(self, slots: Sequence[int], owners: Sequence[int]) -> None:
@@ -252,7 +251,6 @@ class DraftMailbox:
             with self._lock:
                 if self._state_of[slots] in (HELD, WRITTEN):
                     self._end_tenancy(slots)
-                    self._drain()
                     return
         if isinstance(slots, (torch.Tensor, np.ndarray)):
             if isinstance(slots, torch.Tensor) and not (slots.is_cpu and has_memory(slots)):
@@ -265,7 +263,6 @@ class DraftMailbox:
             )
             for slot in wanted:
                 self._end_tenancy(int(slot))
-            self._drain()
 
     @property
     def num_free(self) -> int:
@@ -407,7 +404,10 @@ class DraftMailbox:
         # The tag goes at once: whatever is written here later is not this tenant's.
         self._tag(slot, 0, 0, 0)
         self._generations[slot] += 1
-        self._draining.append(slot)
+        if self._draining:
+            self._drain()
+        if not self._free_if_quiet(slot):
+            self._draining.append(slot)
 
     def _tag(self, slot: int, owner: int, generation: int, word: int) -> None:
         tag_at = slot * self._record_bytes + self._tag_offset
@@ -444,6 +444,20 @@ class DraftMailbox:
             return f"holds the row of owner {self._owner_of[slot]}", f"a slot of owner {owner}"
         return None
 
+    def _take_slot(self) -> int:
+        """`acquire`, with the lock held."""
+        slot = self._take_free()
+        if slot is None:
+            self._drain()
+            slot = self._take_free()
+        if slot is None:
+            raise MailboxFullError(
+                f"all {self.num_slots} slots are in use, {len(self._draining)} of them released but still "
+                "read by a launch: release slots, make the mailbox larger, or keep your own copy of the row"
+            )
+        self._state_of[slot] = HELD
+        return slot
+
     def _take_free(self) -> int | None:
         while self._free:
             slot = self._free.popleft()
@@ -459,11 +473,16 @@ class DraftMailbox:
             if not self._draining:
                 return
             slot = self._draining.popleft()
-            if slot in self._being_put or self._is_read(slot):
+            if not self._free_if_quiet(slot):
                 self._draining.append(slot)
-                continue
-            self._readers.pop(slot, None)
-            self._state_of[slot] = FREE
-            if not self._is_queued[slot]:
-                self._is_queued[slot] = True
-                self._free.append(slot)
+
+    def _free_if_quiet(self, slot: int) -> bool:
+        """Free a released slot, unless a put still writes it or a launch reads it."""
+        if slot in self._being_put or self._is_read(slot):
+            return False
+        self._readers.pop(slot, None)
+        self._state_of[slot] = FREE
+        if not self._is_queued[slot]:
+            self._is_queued[slot] = True
+            self._free.append(slot)
+        return True

@@ -464,7 +464,7 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     ),
     "a slot is freed while a launch reads it": (
         "slots",
-        Mutation(DraftMailbox._drain, "or self._is_read(slot):", "or False:"),
+        Mutation(DraftMailbox._free_if_quiet, "or self._is_read(slot):", "or False:"),
     ),
     "a row is put over one that a launch reads": (
         "slots",

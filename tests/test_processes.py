@@ -712,7 +712,7 @@ THREAD_MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Mutation
     ),
     "a slot that is read is freed": (
         lambda monkeypatch: slots_are_read(monkeypatch, "launch"),
-        Mutation(DraftMailbox._drain, "self._is_read(slot)", "False"),
+        Mutation(DraftMailbox._free_if_quiet, "self._is_read(slot)", "False"),
     ),
     "one call's read is another's": (
         lambda monkeypatch: two_threads_read(monkeypatch, "left"),
