@@ -48,7 +48,7 @@ def read_report(path: Path) -> Report:
     try:
         first, *rest = path.read_text(encoding="utf-8").splitlines()
         head = json.loads(first)
-        if not isinstance(head, dict) or _FORMAT.items() - head.items():
+        if not isinstance(head, dict) or any(head.get(key) != value for key, value in _FORMAT.items()):
             raise NotAReport(f"{path}: is no report of `draftgather bench --json` (version {_FORMAT['version']})")
         report = Report(dict(head["environment"]), dict(head["options"]), [])
         for line in rest:
