@@ -386,7 +386,9 @@ def _bench_sglang(
     except SglangNotUsable as error:
         _fail(str(error))
     console = Console()
-    caption = f"hidden {hidden_size} bf16, top-k {topk}, overlap on, {torch.get_num_threads()} thread(s); µs, medians"
+    caption = (
+        f"hidden {hidden_size} bf16, top-k {topk}, overlap on, torch threads: {torch.get_num_threads()}; µs, medians"
+    )
     table = Table(
         "case",
         "N",

@@ -66,7 +66,7 @@ class Group:
 
     def __str__(self) -> str:
         """In one line, for a title."""
-        words = f"hidden {self.hidden_size} {self.dtype}, top-k {self.topk}, {self.num_steps} step(s), "
+        words = f"hidden {self.hidden_size} {self.dtype}, top-k {self.topk}, steps {self.num_steps}, "
         if self.step == "batch":
             words += f"overlap {'on' if self.overlap else 'off'}, "
         return f"{words}{self.temperature}, {self.load} host"

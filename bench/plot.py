@@ -52,7 +52,7 @@ def _draw(figures: list[Figure], measure: str, title: str, path: Path) -> None:
             "linewidth": 2.6 if name in _OURS else 1.4,
             "linestyle": ":" if name == FLOOR else "-",
             "marker": "o" if name in _OURS else ".",
-            "label": name,
+            "label": f"draftgather, {name}" if name in _OURS else name,
         }
         times.plot(list(us), list(us.values()), **style)
         to_floor = {n: value / lines[FLOOR][n] for n, value in us.items() if n in lines[FLOOR]}
@@ -66,6 +66,8 @@ def _draw(figures: list[Figure], measure: str, title: str, path: Path) -> None:
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.grid(True, which="both", alpha=0.25)
+    # Within one decade, where the marks between powers of ten are all there are.
+    ratios.yaxis.set_minor_formatter(ScalarFormatter())
     times.legend(fontsize="small")
     picture.suptitle(title)
     picture.savefig(path, dpi=110)
@@ -74,7 +76,7 @@ def _draw(figures: list[Figure], measure: str, title: str, path: Path) -> None:
 def _title(report: Report, group: Group, measure: str) -> str:
     where = report.environment
     device = f"GPU {where.get('gpu')}" if group.device == "cuda" else f"CPU {where.get('cpu')} (a proxy)"
-    return f"{group}\n{device}, {where.get('threads')} thread(s), {MEASURES[measure]}, p50"
+    return f"{group}\n{device}, torch threads: {where.get('threads')}, {MEASURES[measure]}, p50"
 
 
 def _file_name(g: Group) -> str:

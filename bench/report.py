@@ -90,7 +90,9 @@ def tables(figures: Sequence[Figure]) -> list[Table]:
 
 def _table(figures: Sequence[Figure], measure: str) -> Table:
     group = figures[0].group
-    where = "GPU" if group.device == "cuda" else f"CPU, {torch.get_num_threads()} thread(s); CPU ratios are proxies"
+    where = (
+        "GPU" if group.device == "cuda" else f"CPU, torch threads: {torch.get_num_threads()}; CPU ratios are proxies"
+    )
     ours = [path for path in _OURS if any(f.path == path for f in figures)]
     caption = f"{where}. p50 in µs (p90 and p99: --json); (x): times faster than {PLAIN}."
     table = Table(title=f"{MEASURES[measure]}: {group}", caption=caption)
