@@ -14,7 +14,7 @@ test: $(VENV)/installed
 	$(PYTEST) tests
 
 bench: $(VENV)/installed
-	$(VENV)/bin/python -m draftgather.bench.assemble
+	$(VENV)/bin/draftgather bench
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
@@ -26,7 +26,7 @@ $(VENV)/installed: setup.py pyproject.toml $(wildcard assembler/*.py kernels/*.p
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)/bin/python -m pip install --quiet "$(TORCH)"
-	$(VENV)/bin/python -m pip install --quiet --editable ".[test,lint]"
+	$(VENV)/bin/python -m pip install --quiet --editable ".[test,lint,plot]"
 	touch $@
 
 clean:

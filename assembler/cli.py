@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
 from time import monotonic
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -21,8 +21,12 @@ from rich.table import Table
 
 from draftgather import __version__
 from draftgather.arrivals import Arrival, TraceError, generate, read_trace
-from draftgather.bench.demo import DemoFigures, DemoOptions, replay
+from draftgather.bench.demo import DemoFigures, DemoOptions, replay, torch_threads
 from draftgather.bench.environment import environment
+from draftgather.bench.matrix import FULL, Figure, Matrix, num_cases, run
+from draftgather.bench.paths import PATHS, BytesDiffer
+from draftgather.bench.report import NotAReport, comparison_table, read_report, tables, to_lines
+from draftgather.bench.report import compare as compare_reports
 from draftgather.bench.soak import DRIFT_BOUND_BYTES, NUM_SAMPLES, SoakOptions, SoakReport, soak
 from draftgather.doctor import Diagnosis, diagnose
 
@@ -50,6 +54,21 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
+class Overlap(str, Enum):
+    on = "on"
+    off = "off"
+
+
+class Temperature(str, Enum):
+    rotating = "rotating"
+    hot = "hot"
+
+
+class Load(str, Enum):
+    quiet = "quiet"
+    busy = "busy"
+
+
 def main() -> None:
     """The entry point."""
     app(prog_name="draftgather")
@@ -72,6 +91,14 @@ def _check_device(device: Device) -> Device:
     if device is Device.cuda and not torch.cuda.is_available():
         raise typer.BadParameter("this machine has no CUDA device that torch can use.")
     return device
+
+
+def _check_paths(names: list[str] | None) -> list[str] | None:
+    known = [path.name for path in PATHS]
+    for name in names or ():
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}.")
+    return names
 
 
 @app.callback()
@@ -190,38 +217,178 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 @app.command()
 def bench(
-    sglang: Annotated[Path, typer.Option(help="The folder that holds the package sglang, such as its site-packages.")],
-    sizes: Annotated[list[int], typer.Option("--size", min=1, help="Rows a batch; may be given several times.")] = [  # noqa: B006
-        *(1, 2, 4, 8, 16, 64, 256)
-    ],
-    trace: Annotated[
-        Path | None, typer.Option(help="Arrivals of a Mooncake trace (JSON lines); by default they are generated.")
+    full: Annotated[
+        bool, typer.Option("--full", help="The whole matrix; an axis that is given stays as given.")
+    ] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(metavar="OLD NEW", help="Instead: two files of --json, side by side.")
     ] = None,
-    hidden_size: Annotated[int, typer.Option(min=1, max=1 << 16)] = 7168,
-    topk: Annotated[int, typer.Option(min=1, max=16)] = 4,
-    tick_ms: Annotated[float, typer.Option(callback=_check_factor, help="From one scheduler tick to the next.")] = 20.0,
-    speed_up: Annotated[
-        float, typer.Option(callback=_check_factor, help="How many times faster requests arrive.")
-    ] = 16.0,
-    limit: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = _NUM_GENERATED,
-    pool: Annotated[int, typer.Option(min=1, help="Requests that batches are made of; none below the largest.")] = 1024,
+    plot: Annotated[
+        tuple[Path, Path] | None, typer.Option(metavar="FILE DIR", help="Instead: pictures of a file of --json.")
+    ] = None,
+    sglang: Annotated[
+        Path | None,
+        typer.Option(help="Instead: a real sglang's builder; PATH holds the package, such as its site-packages."),
+    ] = None,
+    sizes: Annotated[
+        list[int] | None, typer.Option("--size", min=1, help="Rows a batch. This and other axes: once a value.")
+    ] = None,
+    hidden_sizes: Annotated[
+        list[int] | None, typer.Option("--hidden-size", min=1, max=1 << 16, help="By default 7168.")
+    ] = None,
+    topks: Annotated[list[int] | None, typer.Option("--topk", min=1, max=64, help="By default 4.")] = None,
+    num_steps: Annotated[list[int] | None, typer.Option(min=1, max=64, help="Above 1: multi-layer EAGLE.")] = None,
+    overlaps: Annotated[list[Overlap] | None, typer.Option("--overlap", help="on: publish and stash too.")] = None,
+    temperatures: Annotated[
+        list[Temperature] | None,
+        typer.Option("--temperature", help="Of the caches: another batch each call, or the same."),
+    ] = None,
+    loads: Annotated[
+        list[Load] | None, typer.Option("--load", help="busy: the host's core is shared with a process that spins.")
+    ] = None,
+    paths: Annotated[list[str] | None, typer.Option("--path", callback=_check_paths, help="By default all.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of the hidden states.")] = Dtype.bfloat16,
+    device: Annotated[Device, typer.Option(callback=_check_device)] = Device.cpu,
+    threads: Annotated[int, typer.Option(min=1, max=os.cpu_count(), help="Of torch.")] = 1,
+    pool: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Rows that batches are made of: 4096, with --sglang 1024; none below the largest batch."
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 20,
     turn: Annotated[int, typer.Option(min=1, help="Calls a path makes in its turn.")] = 8,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help='Also write the figures as JSON lines; "-" is the standard output.')
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="With --sglang: arrivals of a Mooncake trace; by default they are generated.")
+    ] = None,
+    tick_ms: Annotated[
+        float, typer.Option(callback=_check_factor, help="With --sglang: from one scheduler tick to the next.")
+    ] = 20.0,
+    speed_up: Annotated[
+        float, typer.Option(callback=_check_factor, help="With --sglang: how many times faster requests arrive.")
+    ] = 16.0,
+    limit: Annotated[int, typer.Option(min=1, help="With --sglang: requests of the trace.")] = _NUM_GENERATED,
 ) -> None:
-    """Run a real sglang's builder and the plugged-in one in turns: host time a batch, and the stall a tick.
+    """Time a batch by every path, ours and the baselines, in turns, every byte compared before and after.
 
-    One CPU thread. Exit code: 0, 1 if a byte differs, 2 if sglang cannot be used.
+    By default hidden 7168, top-k 4, one step, with overlap and without, rows cold (rotating) and hot in cache.
+
+    Exit code: 0, 1 if a byte differs, 2 for a bad option or file.
     """
+    if (compare is not None) + (plot is not None) + (sglang is not None) > 1:
+        _fail("--compare, --plot and --sglang exclude each other")
+    if json_file is not None and (compare or plot or sglang):
+        _fail("--json goes with none of --compare, --plot and --sglang")
+    if compare is not None:
+        _bench_compare(*compare)
+    elif plot is not None:
+        _bench_plot(*plot)
+    elif sglang is not None:
+        if any(len(values or ()) > 1 for values in (hidden_sizes, topks)):
+            _fail("--sglang takes one --hidden-size and one --topk")
+        torch.set_num_threads(threads)
+        arrivals, _ = _arrivals(trace, True, 0, limit)
+        ticks = (replace(arrival, time_ms=arrival.time_ms / speed_up) for arrival in arrivals)
+        shape = (hidden_sizes or [7168])[0], (topks or [4])[0]
+        _bench_sglang(sglang, *shape, sizes or [1, 2, 4, 8, 16, 64, 256], pool or 1024, rounds, turn, ticks, tick_ms)
+    else:
+        axes: dict[str, list[Any] | None] = {
+            "sizes": sizes,
+            "hidden_sizes": hidden_sizes,
+            "topks": topks,
+            "num_steps": num_steps,
+            "overlaps": overlaps and [overlap is Overlap.on for overlap in overlaps],
+            "temperatures": temperatures and [temperature.value for temperature in temperatures],
+            "loads": loads and [load.value for load in loads],
+            "paths": paths,
+        }
+        # A value that is given twice is run once; batch sizes from small to large.
+        chosen = {name: tuple(dict.fromkeys(values)) for name, values in axes.items() if values}
+        matrix = replace(
+            FULL if full else Matrix(),
+            **chosen,
+            dtype=dtype.value,
+            device=device.value,
+            pool=pool or Matrix.pool,
+            rounds=rounds,
+            turn=turn,
+        )
+        _bench_matrix(matrix, threads, json_file)
+
+
+def _bench_matrix(matrix: Matrix, threads: int, json_file: Path | None) -> None:
+    is_stdout = json_file == Path("-")
+    if json_file is not None and not is_stdout:
+        _check_writable(json_file, None)
+    console, figures = _wide_console(stderr=is_stdout), list[Figure]()
+    with torch_threads(threads), _progress(num_cases(matrix), "cases") as on_progress:
+        for path in matrix.chosen:
+            words = path.in_words(torch.device(matrix.device))
+            console.print(f"{path.name:>16}  {words}", markup=False, highlight=False)
+        try:
+            for group in run(matrix, on_progress):
+                figures += group
+                for table in tables(group):
+                    console.print(table)
+        except BytesDiffer as error:
+            typer.echo(f"draftgather: {error}", err=True)
+            raise typer.Exit(1) from error
+        if json_file is not None:
+            _write(json_file, to_lines(environment(), matrix, figures), is_stdout)
+
+
+def _bench_compare(old: Path, new: Path) -> None:
+    try:
+        comparison = compare_reports(read_report(old), read_report(new))
+    except NotAReport as error:
+        _fail(str(error))
+    console = _wide_console()
+    for difference in comparison.environment:
+        console.print(f"environment, {difference}", markup=False, highlight=False)
+    console.print(comparison_table(comparison))
+    for which, names in (("old", comparison.only_old), ("new", comparison.only_new)):
+        for name in names:
+            console.print(f"only in {which}: {name}", markup=False, highlight=False)
+
+
+def _bench_plot(file: Path, folder: Path) -> None:
+    from draftgather.bench.plot import NoMatplotlib, plot
+
+    try:
+        made = plot(read_report(file), folder)
+    except (NotAReport, NoMatplotlib) as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{folder}: cannot be written: {error.strerror or error}")
+    for path in made:
+        typer.echo(path)
+
+
+def _bench_sglang(
+    path: Path,
+    hidden_size: int,
+    topk: int,
+    sizes: list[int],
+    pool: int,
+    rounds: int,
+    turn: int,
+    arrivals: Iterator[Arrival],
+    tick_ms: float,
+) -> None:
+    """A real sglang's builder and the plugged-in one in turns: host time a batch, and the stall a tick."""
     from draftgather.bench.sglang_builder import SglangBench, SglangNotUsable
 
-    torch.set_num_threads(1)
-    arrivals, _ = _arrivals(trace, True, 0, limit)
     try:
-        work = SglangBench(sglang, hidden_size, topk, max(pool, *sizes))
+        work = SglangBench(path, hidden_size, topk, max(pool, *sizes))
     except SglangNotUsable as error:
         _fail(str(error))
     console = Console()
-    caption = f"hidden {hidden_size} bf16, top-k {topk}, overlap on, one thread; µs, medians"
+    caption = (
+        f"hidden {hidden_size} bf16, top-k {topk}, overlap on, torch threads: {torch.get_num_threads()}; µs, medians"
+    )
     table = Table(
         "case",
         "N",
@@ -241,13 +408,18 @@ def bench(
     arrival_figure = work.measure_arrival(rounds, turn)
     stock, kept = arrival_figure.sglang_us, arrival_figure.mailbox_us
     console.print(f"an arriving row: three clones {stock:.1f} µs, one record {kept:.1f} µs ({stock / kept:.2f}x)")
-    ticks = (replace(arrival, time_ms=arrival.time_ms / speed_up) for arrival in arrivals)
     table = Table("builder", "ticks", "p50 µs", "p99 µs", "total ms", title=f"stall a tick of {tick_ms:g} ms")
-    for stall in work.replay(ticks, tick_ms):
+    for stall in work.replay(arrivals, tick_ms):
         table.add_row(
             stall.path, str(stall.ticks), f"{stall.p50_us:.0f}", f"{stall.p99_us:.0f}", f"{stall.total_ms:.1f}"
         )
     console.print(table)
+
+
+def _wide_console(stderr: bool = False) -> Console:
+    """In a pipe tables are as wide as they need to be."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=160)
 
 
 def _arrivals(trace: Path | None, jitter: bool, seed: int, limit: int | None) -> tuple[Iterator[Arrival], int]:

@@ -92,7 +92,7 @@ def replay(
     arrivals: Iterator[Arrival], options: DemoOptions, on_progress: Callable[[int], None] = lambda _: None
 ) -> DemoFigures:
     """Run all arrivals, in the order of time, through both paths. on_progress: told of each batch's requests."""
-    with _torch_threads(options.threads), _counted_launches() as count:
+    with torch_threads(options.threads), _counted_launches() as count:
         run = _Replay(options, count)
         run.warm_up()
         run.run(arrivals, on_progress)
@@ -382,7 +382,7 @@ def _us(times_ns: array[int], percentile: float) -> float:
 
 
 @contextmanager
-def _torch_threads(num_threads: int) -> Iterator[None]:
+def torch_threads(num_threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from draftgather.arrivals import Arrival
-from draftgather.bench.assemble import interleaved
+from draftgather.bench.timing import interleaved
 from draftgather.dropin import DropIn, Mode
 from draftgather.dropin_mailbox import ArrivalMailbox
 
@@ -121,7 +121,7 @@ class SglangBench:
         self._check_equal(batches)
         third = max(len(starts) // 3, 1)
         paths = [self._rotate(name, batches[name], i * third) for i, name in enumerate(_PATHS)]
-        medians = interleaved(paths, rounds, calls_a_turn)
+        medians = [times.enqueue_us.p50 for times in interleaved(paths, rounds, calls_a_turn)]
         self._check_equal(batches)
         return BuilderFigure(case, num_rows, dict(zip(_PATHS, medians, strict=True)))
 
@@ -149,7 +149,8 @@ class SglangBench:
             mailbox.settle(arrived, req)
             living["mailbox"].append(req)
 
-        return ArrivalFigure(*interleaved([clone, keep], 10 * rounds, calls_a_turn))
+        times = interleaved([clone, keep], 10 * rounds, calls_a_turn)
+        return ArrivalFigure(*(t.enqueue_us.p50 for t in times))
 
     def replay(self, arrivals: Iterable[Arrival], tick_ms: float) -> list[StallFigure]:
         """The ticks of a trace one after the other, each path's builder in turn."""
