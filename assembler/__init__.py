@@ -29,6 +29,7 @@ from draftgather.errors import (
 from draftgather.fields import Field, RecordLayout, eagle_fields
 from draftgather.future_map import FutureMap, Relay
 from draftgather.mailbox import BufferInfo, DraftMailbox
+from draftgather.routes import Route, RouteRule
 from draftgather.schedule_batch import ScheduleBatch
 
 __version__ = "0.1.0"
@@ -55,6 +56,8 @@ __all__ = [
     "RecordLayout",
     "Relay",
     "RelayError",
+    "Route",
+    "RouteRule",
     "RowDeviceError",
     "RowDtypeError",
     "RowShapeError",

@@ -148,7 +148,7 @@ def describe(
         if True in optional:
             flags = [np.True_ if p is None and o else p for p, o in zip(located.present, optional, strict=True)]
             present = tuple([None if p is None else staging.put_flags(p, located.num_rows) for p in flags])
-        if staging.is_used and not machine.can_read_staging(staging.slab):
+        if staging.is_used and (located.route.is_uploaded or not machine.can_read_staging(staging.slab)):
             sources, slots_tensor, present = _uploaded(located, sources, slots_tensor, present, staging, machine)
     return LaunchDescriptor(
         num_rows=located.num_rows,

@@ -20,12 +20,6 @@ from draftgather.sglang_plugin import describe_installed
 _FIELDS = eagle_fields(topk=4, hidden_size=64)
 _CPU = torch.device("cpu")
 
-_ROUTE_WORDS = {
-    "slots": "read in place from the mailbox, nothing is copied on the host",
-    "pointers": "each row is read in place, by its address",
-    "staged": "copied on the host first, all rows of a field at once",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class RouteReport:
@@ -111,7 +105,7 @@ def _try(rows: str, assemble: Callable[[], DraftBatch]) -> RouteReport:
         route = assemble().route
     except Exception as error:
         return RouteReport(rows, None, f"fails: {_one_line(error)}")
-    return RouteReport(rows, route, _ROUTE_WORDS[route])
+    return RouteReport(rows, str(route), route.reason)
 
 
 def _one_line(error: Exception) -> str:

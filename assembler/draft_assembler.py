@@ -26,7 +26,7 @@ from draftgather.check import (
 )
 from draftgather.completion import DONE, IN_FLIGHT, CompletionMarker
 from draftgather.describe import StagingRing, describe
-from draftgather.draft_batch import DraftBatch, Route
+from draftgather.draft_batch import DraftBatch
 from draftgather.draft_input import EagleDraftInput
 from draftgather.errors import Problem, RelayError, raise_problems, shown
 from draftgather.fields import Field, check_fields
@@ -39,6 +39,16 @@ from draftgather.machine import Machine, as_device, machine_for
 from draftgather.mailbox import DraftMailbox
 from draftgather.memory import HostBlockCache
 from draftgather.outputs import FreshOutputs, OutputMemory, OutputMode, make_outputs
+from draftgather.routes import (
+    DEFAULT_RULES,
+    EMPTY,
+    RECORDS_STAGED,
+    SLOTS_IN_PLACE,
+    SLOTS_ON_HOST,
+    Route,
+    RouteRule,
+    staged_by_rule,
+)
 
 _logger = logging.getLogger("draftgather")
 
@@ -67,6 +77,7 @@ class DraftAssembler:
         *,
         debug: bool = False,
         vocab_size: int | None = None,
+        route_rules: Sequence[RouteRule] = DEFAULT_RULES,
         machine: Machine | None = None,
     ) -> None:
         """max_batch_size: most rows of a batch, padding included; more is a CapacityError.
@@ -74,6 +85,7 @@ class DraftAssembler:
         debug: also look at the rows before each launch: never written (all zero), `topk_index` outside
         `vocab_size`, `topk_p` not finite, a record that was written over since it was put or accepted.
         This reads every row on the host.
+        route_rules: when rows in pinned memory are copied rather than read in place; the first that applies.
         machine: what the device can do; None probes it.
         """
         self.fields = check_fields(fields)
@@ -86,9 +98,9 @@ class DraftAssembler:
         if mailbox is not None and not isinstance(mailbox, DraftMailbox):
             raise TypeError(f"mailbox is {shown(mailbox)}, expected a DraftMailbox")
         self._records = () if mailbox is None else mailbox.sources_for(self.fields)
-        self._reads_records = not self._machine.has_kernel or all(
-            [source.pool is not None and self._machine.can_read(source.pool.tensor) for source in self._records]
-        )
+        self._route_rules = tuple(route_rules)
+        self._records_route = self._route_of_records()
+        self._row_bytes = sum([field.row_bytes for field in self.fields])
         self.debug = debug
         self.vocab_size = vocab_size
         self._outputs = make_outputs(self.fields, max_batch_size, self.device, self._machine, outputs, output_memory)
@@ -138,7 +150,10 @@ class DraftAssembler:
                 raise_problems(mailbox.late_writes(numbers, request_ids))
                 rows = [[mailbox.row(field.name, slot) for slot in numbers.tolist()] for field in self.fields]
                 raise_problems(value_problems(self.fields, rows, request_ids, self.vocab_size))
-            located = locate_slots(mailbox, self._records, self._reads_records, numbers)
+            route = self._records_route
+            if self._route_rules and route is SLOTS_IN_PLACE:
+                route = staged_by_rule(self._route_rules, self._machine, len(numbers), self._row_bytes) or route
+            located = locate_slots(mailbox, self._records, route, numbers)
             batch = self._launch(located, relay, num_padded, batch_outputs)
             if located.route == "slots":
                 done = batch.done
@@ -179,7 +194,7 @@ class DraftAssembler:
         if self.debug:
             values = [source.rows for source in sources]
             raise_problems(value_problems(self.fields, values, request_ids, self.vocab_size))
-        located = locate_rows(self.fields, sources, is_copied, request_ids, self._machine)
+        located = locate_rows(self.fields, sources, is_copied, request_ids, self._machine, self._route_rules)
         return self._launch(located, relay, num_padded, batch_outputs)
 
     def stacked(self, rows: Mapping[str, Sequence[object]]) -> dict[str, torch.Tensor] | None:
@@ -258,6 +273,13 @@ class DraftAssembler:
         future_map.resolve(running)
         future_map.stash(indices, running.spec_info)
         self._is_warm = True
+
+    def _route_of_records(self) -> Route:
+        if not self._machine.has_kernel:
+            return SLOTS_ON_HOST
+        pools = [source.pool for source in self._records]
+        can_read = all([pool is not None and self._machine.can_read(pool.tensor) for pool in pools])
+        return SLOTS_IN_PLACE if can_read else RECORDS_STAGED
 
     def _the_mailbox(self) -> DraftMailbox:
         if self.mailbox is None:
@@ -355,7 +377,7 @@ class DraftAssembler:
                 IN_FLIGHT.hold(done, tensors)
         elif batch_outputs:
             tensors = dict(self._no_rows)
-        return DraftBatch(tensors, "empty", self._all_present, done, 0, num_padded)
+        return DraftBatch(tensors, EMPTY, self._all_present, done, 0, num_padded)
 
     def _zeros(self, num_rows: int, field: Field) -> torch.Tensor:
         return torch.zeros((num_rows, field.width), dtype=field.dtype, device=self.device)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from draftgather.completion import CompletionMarker
-
-Route = Literal["slots", "pointers", "staged", "empty"]
+from draftgather.routes import Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,7 @@ class DraftBatch:
     """
 
     tensors: Mapping[str, torch.Tensor]
-    route: Route  # which way the rows came
+    route: Route  # which way the rows came: a string; its `reason` says why
     present: Mapping[str, bool]
     done: CompletionMarker
     num_rows: int  # b: rows of requests

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from draftgather.draft_batch import Route
 from draftgather.errors import Problem, RowDeviceError, raise_problems
 from draftgather.fields import Field
 from draftgather.kernels.row_tables import FieldSource
 from draftgather.machine import Machine
 from draftgather.mailbox import DraftMailbox, Int64Array
+from draftgather.routes import ROWS_COPIED, ROWS_IN_PLACE, ROWS_ON_HOST, ROWS_STAGED, Route, RouteRule, staged_by_rule
 
 
 class Located(NamedTuple):
@@ -27,15 +27,15 @@ class Located(NamedTuple):
     all_present: bool  # every field in every row
 
 
-def locate_slots(mailbox: DraftMailbox, sources: tuple[FieldSource, ...], in_place: bool, slots: Int64Array) -> Located:
-    """Rows that are records of `mailbox`: read in place, or staged where the device cannot."""
+def locate_slots(mailbox: DraftMailbox, sources: tuple[FieldSource, ...], route: Route, slots: Int64Array) -> Located:
+    """Rows that are records of `mailbox`."""
     present: list[np.ndarray[Any, np.dtype[np.bool_]] | None] = [None] * len(mailbox.fields)
     all_present = True
     for row, f in enumerate(mailbox.layout.optional_fields):
         has_field = mailbox.presence[row, slots]
         if not has_field.all():
             present[f], all_present = has_field, False
-    return Located("slots" if in_place else "staged", len(slots), sources, slots, tuple(present), all_present)
+    return Located(route, len(slots), sources, slots, tuple(present), all_present)
 
 
 def locate_rows(
@@ -44,13 +44,14 @@ def locate_rows(
     is_copied: bool,
     request_ids: Sequence[object] | None,
     machine: Machine,
+    rules: Sequence[RouteRule] = (),
 ) -> Located:
     """Rows that are separate tensors: read in place where the device can read every one of them.
 
     is_copied: some are copies already, of lists or of rows in several dtypes.
     """
     num_rows = len(sources[0].rows)
-    route: Route = "staged" if is_copied else "pointers"
+    route = ROWS_COPIED if is_copied else ROWS_IN_PLACE if machine.has_kernel else ROWS_ON_HOST
     present: list[np.ndarray[Any, np.dtype[np.bool_]] | None] = [None] * len(fields)
     all_present = True
     for f, field in enumerate(fields):
@@ -60,7 +61,10 @@ def locate_rows(
         sources = [s if s.addresses else s._replace(rows=[_dense(row) for row in s.rows]) for s in sources]
         if not all(machine.can_read(row) for source in sources for row in source.rows if row is not None):
             raise_problems(_device_problems(fields, sources, request_ids, machine))
-            route = "staged"
+            route = ROWS_STAGED
+        elif rules and all(row.is_cpu for source in sources for row in source.rows if row is not None):
+            row_bytes = sum([field.row_bytes for field in fields])
+            route = staged_by_rule(rules, machine, num_rows, row_bytes) or route
     return Located(route, num_rows, tuple(sources), None, tuple(present), all_present)
 
 

@@ -26,6 +26,7 @@ class Machine:
     has_kernel: bool
     pins: bool  # the host's side of a transfer can be page-locked
     zero_copy: bool  # the device reads pinned host memory in place, live
+    name: str = ""  # of the device's kind, as CUDA has it
 
     def can_read(self, tensor: torch.Tensor) -> bool:
         """Whether a launch can read `tensor` where it is."""
@@ -93,7 +94,8 @@ def machine_for(device: torch.device) -> Machine:
     # HIP: memory may have another address on the device than on the host; copies are used there.
     if torch.version.hip is not None:
         notice_once("on ROCm rows are copied to the device: reading host memory in place is not enabled there")
-    return Machine(device, True, pins, torch.version.hip is None and zero_copy_works(device))
+    zero_copy = torch.version.hip is None and zero_copy_works(device)
+    return Machine(device, True, pins, zero_copy, torch.cuda.get_device_name(device))
 
 
 def as_device(device: torch.device | str) -> torch.device:
