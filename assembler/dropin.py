@@ -142,6 +142,7 @@ class DropIn:
         self._arrived: Arrived | None = None
         self._hidden: tuple[int, torch.dtype] | None = None  # of the metadata rows: sglang's own answer
         self._relay: SglangRelay | None = None
+        self._last_rows: tuple[Any, EagleRows] | None = None  # of a configuration
         self._shadowed: ShadowMap | None = None
         self._comparisons: deque[Comparison] = deque()
         self._said: set[str] = set()
@@ -224,16 +225,16 @@ class DropIn:
             if not isinstance(row, torch.Tensor):
                 row = next((r for r in (q.hidden_states_tensor for q in batch.reqs) if r is not None), None)
             hidden = (1, torch.float32) if row is None else (row.shape[-1], row.dtype)
-        steps = settings.speculative_num_steps if settings.enable_multi_layer_eagle else 1
-        # Exact: sglang keeps the rows' own dtype, and what we serve is what it would.
-        return eagle_rows(
-            settings.speculative_eagle_topk,
-            steps,
-            *hidden,
-            as_device(batch.device),
-            exact=True,
-            mailbox=None if self.arrivals is None else self.arrivals.mailbox,
-        )
+        topk, steps = settings.speculative_eagle_topk, settings.speculative_num_steps
+        if not settings.enable_multi_layer_eagle:
+            steps = 1
+        mailbox = None if self.arrivals is None else self.arrivals.mailbox
+        configuration = (topk, steps, hidden, batch.device, mailbox)
+        if self._last_rows is None or self._last_rows[0] != configuration:
+            # Exact: sglang keeps the rows' own dtype, and what we serve is what it would.
+            rows = eagle_rows(topk, steps, *hidden, as_device(batch.device), exact=True, mailbox=mailbox)
+            self._last_rows = configuration, rows
+        return self._last_rows[1]
 
     def _fused_relay(self, batch: Any, last_tokens_tensor: torch.Tensor, future_map: Any) -> Relay | None:
         if not self.options.fused or not self.engine.has_stock_relay(future_map):

@@ -50,6 +50,13 @@ class Arrived(NamedTuple):
         return _Buffers(buffers, {name: _Row(view) for name, view in self.rows.items()})
 
 
+class _End(weakref.ref[Any]):
+    """A request's end, when it comes: which record is free then."""
+
+    __slots__ = ("slot",)
+    slot: int
+
+
 class ArrivalMailbox:
     """Draft rows from their arrival until their request object ends.
 
@@ -72,9 +79,9 @@ class ArrivalMailbox:
         ]
         self._num_rows = len(self._buffers[0])
         self._views: dict[Any, dict[str, torch.Tensor]] = {}  # of the slots used so far
-        self._ends: dict[Any, weakref.ref[Any]] = {}  # slot -> its request
+        self._ends: dict[Any, _End] = {}  # slot -> its request's
         # Filled by the ends of requests, which come in the midst of anything, the mailbox's own calls among them.
-        self._ended: deque[int] = deque()
+        self._ended: deque[_End] = deque()
 
     def is_of(self, buffers: Any) -> bool:
         """Whether these are the buffers that rows come from."""
@@ -101,8 +108,10 @@ class ArrivalMailbox:
         hidden = getattr(req, REQUEST_ROWS["hidden_states"], None)
         if arrived is not None and hidden is arrived.rows[_METADATA["hidden_states"]]:
             slot = arrived.slot
-            end = weakref.ref(req, lambda _: self._ended.append(slot))
-            self._let_go(req)  # another row of the same request: a rebootstrap
+            end = _End(req, self._ended.append)
+            end.slot = slot
+            if getattr(req, "draft_slot", None) is not None:
+                self._let_go(req)  # another row of the same request: a rebootstrap
             self._ends[slot] = end
             req.draft_slot, req.draft_owner = slot, arrived.owner
             return True
@@ -125,7 +134,7 @@ class ArrivalMailbox:
     def free_ended(self) -> None:
         """Release the records whose requests have ended since."""
         while self._ended:
-            slot = self._ended.popleft()
+            slot = self._ended.popleft().slot
             del self._ends[slot]
             self.mailbox.release(slot)
 

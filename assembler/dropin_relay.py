@@ -61,8 +61,10 @@ def can_fuse(future_map: Any, relays_hidden_states: bool) -> bool:
     They must exist (the first batch is sglang's own, which also makes the event), and no rarer state be in play:
     adopted relay buffers, confidences, probabilities, seeds. Any False is sglang's own two calls.
     """
-    if any([getattr(future_map, name, None) is not None and getattr(future_map, name) is not False for name in _RARE]):
-        return False
+    for name in _RARE:
+        value = getattr(future_map, name, None)
+        if value is not None and value is not False:
+            return False
     if future_map.publish_ready is None or not getattr(future_map, "need_topk", True):
         return False
     topk_p, topk_index, hidden_states, seq_lens, tokens = _buffers(future_map)

@@ -93,6 +93,7 @@ class DraftMailbox:
             (field, (field.width,), field.dtype, field.row_bytes, offset)
             for field, offset in zip(self.fields, self.layout.offsets, strict=True)
         )
+        self._spans = tuple([(offset, offset + num_bytes) for _, _, _, num_bytes, offset in self._places])
         self._views = {field.name: self._field_view(i) for i, field in enumerate(self.fields)}
         tag_item = self.layout.tag_offset // 8
         record_items = self.layout.record_bytes // 8
@@ -208,10 +209,10 @@ class DraftMailbox:
             slot = self._take_slot()
             self._being_put[slot] = 1
             generation = self._generations[slot]
-        start, records = slot * self._record_bytes, self._bytes
+        record, records = slot * self._record_bytes, self._bytes
         try:
-            for (_, _, _, num_bytes, offset), row in zip(self._places, rows, strict=True):
-                records[start + offset : start + offset + num_bytes] = row
+            for (start, end), row in zip(self._spans, rows, strict=True):
+                records[record + start : record + end] = row
         except BaseException:  # another size; an interrupt
             with self._lock:
                 self._end_put(slot)
