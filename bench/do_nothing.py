@@ -80,20 +80,43 @@ class DoNothingDriver:
         return name
 
 
+class _Marker:
+    """Of a launch that is done; to wait for it would be counted."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, stream: object = None) -> None:
+        self._counts.waits += 1
+
+    def implies(self, earlier: CompletionMarker) -> bool:
+        return isinstance(earlier, _Marker)
+
+
 class DoNothingMachine(Machine):
     """A machine whose launches reach the do-nothing driver. Its device is called "cpu", and is not written to."""
 
     counts: Counts
+    reads_rows: bool
 
     @classmethod
-    def of(cls, counts: Counts, *, zero_copy: bool = True) -> DoNothingMachine:
+    def of(cls, counts: Counts, *, zero_copy: bool = True, reads_rows: bool = True) -> DoNothingMachine:
+        """zero_copy: staging buffers are read in place; reads_rows: rows and records are."""
         machine = cls(CPU, has_kernel=True, pins=False, zero_copy=zero_copy)
         object.__setattr__(machine, "counts", counts)
+        object.__setattr__(machine, "reads_rows", reads_rows)
         return machine
 
+    def can_read(self, tensor: torch.Tensor) -> bool:
+        return self.reads_rows
+
     def run(self, descriptor: LaunchDescriptor, plan: LaunchPlan | None = None) -> CompletionMarker:
+        super().run(descriptor, plan)
         self.counts.events += 1
-        return super().run(descriptor, plan)
+        return _Marker(self.counts)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         self.counts.uploads += 1

@@ -27,7 +27,7 @@ from draftgather.kernels.row_tables import FEW_SLOTS, FieldSource, LaunchDescrip
 logger = logging.getLogger("draftgather")
 
 # One program moves this many bytes of one field's row: 128 threads x 16 bytes.
-TILE_BYTES = 2048
+TILE_BYTES, NUM_THREADS = 2048, 128
 _ALIGNMENT = 16
 
 
@@ -290,6 +290,11 @@ def _grid(d: LaunchDescriptor, constants: tuple[Any, ...]) -> tuple[int, int, in
 # -- launching
 
 
+def num_warps() -> int:
+    """For the current device: AMD's warps are 64 threads."""
+    return NUM_THREADS // int(driver.active.get_current_target().warp_size)
+
+
 class _CompiledKernels:
     """The variants of this process, and whether this Triton lets them be run directly.
 
@@ -306,19 +311,12 @@ class _CompiledKernels:
         """The kernel for these arguments, and whether it was compiled just now; None where it is not run directly."""
         if not self.run_directly:
             return None, False
-        kinds: _Arguments = _Arguments(*_kinds(arguments._replace(constants=())))
-        vector = _Pointer(torch.int32, False)  # the compiler does not look at their alignment
-        kinds = kinds._replace(
-            slots=None if kinds.slots is None else vector,
-            slot_pairs=tuple([None if kind is None else _LONG for kind in kinds.slot_pairs]),
-            vectors=tuple([None if kind is None else vector for kind in kinds.vectors]),
-            constants=arguments.constants,
-        )
+        kinds = _kinds_of(arguments)
         key = (driver.active.get_current_device(), kinds)
         kernel = self._variants.get(key)
         if kernel is not None:
             return kernel, False
-        kernel = _gather_rows_kernel.warmup(*kinds.flat(), grid=(1,))
+        kernel = _gather_rows_kernel.warmup(*kinds.flat(), grid=(1,), num_warps=num_warps())
         if not all([hasattr(kernel, name) for name in ("run", "function", "packed_metadata", "launch_metadata")]):
             self.give_up("a compiled kernel lacks what it is run by")
             return None, False
@@ -348,7 +346,8 @@ def gather_rows(descriptor: LaunchDescriptor, plan: LaunchPlan | None = None) ->
     grid = _grid(descriptor, arguments.constants)
     kernel, _ = _compiled.get(arguments)
     if kernel is None:
-        _gather_rows_kernel[grid](*arguments.flat())
+        options = {"num_warps": num_warps()} if isinstance(_gather_rows_kernel, JITFunction) else {}
+        _gather_rows_kernel[grid](*arguments.flat(), **options)
     else:
         _run(kernel, grid, _addresses(arguments.flat()))
 
@@ -366,8 +365,19 @@ def plan_launches(descriptor: LaunchDescriptor) -> LaunchPlan | None:
     return plan
 
 
-def _kinds(argument: Any) -> Any:
+def _kinds_of(arguments: _Arguments) -> _Arguments:
     """All that a variant depends on, which is also what the compiler is given for it."""
+    kinds = _Arguments(*_kinds(arguments._replace(constants=())))
+    vector = _Pointer(torch.int32, False)  # the compiler does not look at their alignment
+    return kinds._replace(
+        slots=None if kinds.slots is None else vector,
+        slot_pairs=tuple([None if kind is None else _LONG for kind in kinds.slot_pairs]),
+        vectors=tuple([None if kind is None else vector for kind in kinds.vectors]),
+        constants=arguments.constants,
+    )
+
+
+def _kinds(argument: Any) -> Any:
     if isinstance(argument, tuple):
         return tuple([_kinds(item) for item in argument])
     if isinstance(argument, torch.Tensor):
