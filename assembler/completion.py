@@ -18,9 +18,6 @@ class CompletionMarker(Protocol):
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         """Make `stream` (default: the current one) wait on the device; the host goes on."""
 
-    def implies(self, earlier: CompletionMarker) -> bool:
-        """True where this one cannot be done before `earlier` is: the same stream, recorded later."""
-
 
 class _Done:
     """The marker of work that was finished before the call returned (the CPU)."""
@@ -30,9 +27,6 @@ class _Done:
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         return
-
-    def implies(self, earlier: CompletionMarker) -> bool:
-        return earlier is self
 
     def __repr__(self) -> str:
         return "done"
@@ -54,33 +48,6 @@ class EventMarker:
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         self._event.wait(stream)
-
-    def implies(self, earlier: CompletionMarker) -> bool:
-        return isinstance(earlier, EventMarker) and earlier._stream == self._stream
-
-
-class _Both:
-    """Two launches, perhaps on two streams."""
-
-    def __init__(self, first: CompletionMarker, second: CompletionMarker) -> None:
-        self._pair = (first, second)
-
-    def query(self) -> bool:
-        return all(marker.query() for marker in self._pair)
-
-    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        for marker in self._pair:
-            marker.wait(stream)
-
-    def implies(self, earlier: CompletionMarker) -> bool:
-        return any(marker.implies(earlier) for marker in self._pair)
-
-
-def both_done(earlier: CompletionMarker | None, later: CompletionMarker) -> CompletionMarker:
-    """A marker for both; `later` alone where `earlier` is done or implied by it."""
-    if earlier is None or later.implies(earlier) or earlier.query():
-        return later
-    return _Both(earlier, later)
 
 
 def mark(device: torch.device) -> CompletionMarker:

@@ -36,7 +36,7 @@ from draftgather.kernels.row_tables import FEW_SLOTS, FieldSource, LaunchDescrip
 from draftgather.launch import launch
 from draftgather.locate import Located, locate_rows, locate_slots
 from draftgather.machine import Machine, as_device, machine_for
-from draftgather.mailbox import DraftMailbox
+from draftgather.mailbox import DraftMailbox, Int64Array
 from draftgather.memory import HostBlockCache
 from draftgather.outputs import FreshOutputs, OutputMemory, OutputMode, make_outputs
 from draftgather.routes import (
@@ -122,8 +122,8 @@ class DraftAssembler:
 
     def assemble_slots(
         self,
-        slots: Sequence[int] | torch.Tensor,
-        owners: Sequence[int] | torch.Tensor | None = None,
+        slots: Sequence[int] | torch.Tensor | Int64Array,
+        owners: Sequence[int] | torch.Tensor | Int64Array | None = None,
         request_ids: Sequence[object] | None = None,
         *,
         relay: Relay | None = None,
@@ -216,8 +216,8 @@ class DraftAssembler:
 
     def check_slots(
         self,
-        slots: Sequence[int] | torch.Tensor,
-        owners: Sequence[int] | torch.Tensor | None = None,
+        slots: Sequence[int] | torch.Tensor | Int64Array,
+        owners: Sequence[int] | torch.Tensor | Int64Array | None = None,
         request_ids: Sequence[object] | None = None,
     ) -> list[Problem]:
         """Every slot that `assemble_slots` would refuse (not: relay, capacity, debug values); empty when none."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from draftgather.completion import DONE, CompletionMarker, both_done
+from draftgather.completion import DONE, CompletionMarker
 from draftgather.errors import MailboxFullError, Problem, SlotError, raise_problems, shown
 from draftgather.fields import TAG_WORDS, Field, RecordLayout
 from draftgather.kernels.row_tables import FieldSource, RowTable
@@ -45,6 +45,18 @@ def _holds(own: Field, field: Field) -> bool:
     """Whether records with the field `own` have the rows of `field`."""
     is_wide_enough = own.width == field.width or (field.leading and own.width > field.width)
     return is_wide_enough and (own.name, own.dtype, own.optional) == (field.name, field.dtype, field.optional)
+
+
+class _Reader(NamedTuple):
+    """A launch that reads records."""
+
+    number: int
+    marker: CompletionMarker
+    slots: Int64Array
+
+
+# Beyond so many launches in flight, those that are done are looked for behind those that are not.
+_MANY_READERS = 64
 
 
 class BufferInfo(NamedTuple):
@@ -120,7 +132,11 @@ class DraftMailbox:
         # First in, first out: a freed slot rests for as long as possible before its next tenant.
         self._free = deque(range(num_slots))
         self._is_queued = bytearray(b"\1" * num_slots)
-        self._readers: dict[int, CompletionMarker] = {}  # slot -> the last launch that reads it
+        # Launches that may still read, in their order; and of every slot the number of the last one.
+        self._readers: deque[_Reader] = deque()
+        self._num_readers = 0
+        self._last_reader_of = array("q", bytes(8 * num_slots))
+        self._last_reader = np.frombuffer(self._last_reader_of, np.int64)
         self._being_read: dict[int, Int64Array] = {}  # of calls that have not launched yet: their slots
         self._num_reads = 0
         self._being_put: dict[int, int] = {}  # slot -> the puts that move bytes into it just now
@@ -298,11 +314,13 @@ class DraftMailbox:
     def end_read(self, read: int, marker: CompletionMarker) -> None:
         """The slots are read by a launch behind `marker`, and by nothing else any more."""
         with self._lock:
+            slots = self._being_read.pop(read)
             if marker is not DONE:
-                for slot in set(self._being_read[read].tolist()):
-                    # Launches on two streams may end in either order: both must be done.
-                    self._readers[slot] = both_done(self._readers.get(slot), marker)
-            del self._being_read[read]
+                self._num_readers += 1
+                self._last_reader[slots] = self._num_readers
+                # A copy: from now on the caller's array may change.
+                self._readers.append(_Reader(self._num_readers, marker, slots.copy()))
+                self._drop_readers()
 
     # -- inside
 
@@ -418,8 +436,19 @@ class DraftMailbox:
         """Whether a call or a launch still reads the record."""
         if self._being_read and any([(slots == slot).any() for slots in self._being_read.values()]):
             return True
-        reader = self._readers.get(slot)
-        return reader is not None and not reader.query()
+        if not self._readers or self._last_reader_of[slot] < self._readers[0].number:
+            return False
+        self._drop_readers()
+        # Launches on two streams may end in either order, so all that are left are looked at.
+        return any((reader.slots == slot).any() and not reader.marker.query() for reader in reversed(self._readers))
+
+    def _drop_readers(self) -> None:
+        """Those that are done: from the front; and where many wait behind one, from all."""
+        readers = self._readers
+        while readers and readers[0].marker.query():
+            readers.popleft()
+        if len(readers) > _MANY_READERS:
+            self._readers = deque([reader for reader in readers if not reader.marker.query()])
 
     def _tenancy_fault(self, slot: int) -> tuple[str, str] | None:
         state = self._state_of[slot]
@@ -481,7 +510,6 @@ class DraftMailbox:
         """Free a released slot, unless a put still writes it or a launch reads it."""
         if slot in self._being_put or self._is_read(slot):
             return False
-        self._readers.pop(slot, None)
         self._state_of[slot] = FREE
         if not self._is_queued[slot]:
             self._is_queued[slot] = True

@@ -92,9 +92,6 @@ class _Marker:
     def wait(self, stream: object = None) -> None:
         self._counts.waits += 1
 
-    def implies(self, earlier: CompletionMarker) -> bool:
-        return isinstance(earlier, _Marker)
-
 
 class DoNothingMachine(Machine):
     """A machine whose launches reach the do-nothing driver. Its device is called "cpu", and is not written to."""

@@ -63,7 +63,7 @@ def measure(sizes: Sequence[int], hidden_size: int, rounds: int, calls_a_turn: i
                 topk_index=row.topk_index[:_TOPK],
                 hidden_states=row.hidden_states,
             )
-        by_slot = dg.DraftAssembler(fields, mailbox=mailbox, machine=machine)
+        by_slot = dg.DraftAssembler(fields, mailbox=mailbox, machine=machine, outputs="fixed")
         by_row = dg.DraftAssembler(wide, machine=machine)
         future_map = dg.FutureMap(fields, _POOL + 1, machine=machine)
         by_slot.warmup()
@@ -75,7 +75,7 @@ def measure(sizes: Sequence[int], hidden_size: int, rounds: int, calls_a_turn: i
             numbers = [batch.tolist() for batch in batches]
             relays = [dg.Relay(future_map, *[torch.from_numpy(batch + 1)] * 3) for batch in batches]
 
-            def slots(i: int, batches: list[np.ndarray] = batches, relays: list[dg.Relay] = relays) -> object:  # type: ignore[type-arg]
+            def slots(i: int, batches: list[np.ndarray] = batches, relays: list[dg.Relay] = relays) -> object:
                 return by_slot.assemble_slots(batches[i], batches[i], relay=relays[i])
 
             def rows(i: int, numbers: list[list[int]] = numbers, relays: list[dg.Relay] = relays) -> object:

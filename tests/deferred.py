@@ -76,9 +76,6 @@ class Marker:
     def wait(self, stream: object = None) -> None:
         raise AssertionError("waited for a launch")
 
-    def implies(self, earlier: CompletionMarker) -> bool:
-        return isinstance(earlier, Marker) and earlier.stream == self.stream and earlier.position <= self.position
-
 
 class DeferredMachine(Machine):
     """The queue's side of a Machine. Its device is called "cpu", so that a test can read what was written."""

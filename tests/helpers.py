@@ -199,9 +199,6 @@ class FakeMarker:
     def wait(self, stream: object = None) -> None:
         raise AssertionError("waited for a launch")
 
-    def implies(self, earlier: object) -> bool:
-        return False
-
 
 def note_readers(mailbox: dg.DraftMailbox, slots: Sequence[int], marker: Any) -> None:
     """A launch behind `marker` reads `slots`, as an assembler says it."""

@@ -472,7 +472,7 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     ),
     "only the last of two streams' readers counts": (
         "slots",
-        Mutation(DraftMailbox.end_read, "both_done(self._readers.get(slot), marker)", "marker"),
+        Mutation(DraftMailbox._is_read, "in reversed(self._readers)", "in list(self._readers)[-1:]"),
     ),
     "another owner puts into a written slot": (
         "slots",

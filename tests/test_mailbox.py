@@ -553,3 +553,29 @@ def test_errors_survive_a_process_boundary(fields):
     assert copy.problems == error.value.problems
     assert len(copy.problems) == 2
     assert str(copy) == str(error.value)
+
+
+def test_the_callers_slots_may_change_after_the_call(mailbox, row):
+    """Guards a slot that a launch reads against a caller who fills his index array anew for the next batch."""
+    mailbox.put(0, 1, **row)
+    mailbox.put(1, 1, **row)
+    slots, reader = np.array([0]), FakeMarker()
+    mailbox.end_read(mailbox.begin_read(slots), reader)
+    slots[0] = 1
+    mailbox.release([0, 1])
+    assert mailbox.num_free == 3
+    reader.is_done = True
+    assert mailbox.num_free == 4
+
+
+def test_readers_that_are_done_are_let_go_of(mailbox, row):
+    """Guards memory, where one launch never ends: those behind it are dropped all the same."""
+    mailbox.put(0, 1, **row)
+    note_readers(mailbox, [0], FakeMarker())
+    for _ in range(500):
+        done = FakeMarker()
+        done.is_done = True
+        note_readers(mailbox, [0], done)
+    assert len(mailbox._readers) < 100
+    mailbox.release(0)
+    assert mailbox.num_free == 3

@@ -13,7 +13,7 @@ import torch
 
 import draftgather as dg
 import draftgather.draft_assembler as draft_assembler
-from draftgather.completion import DONE, both_done
+from draftgather.completion import DONE
 from draftgather.describe import StagingRing
 from draftgather.fields import Field
 from draftgather.memory import HostBlockCache, allocate_slab, can_pin, notice_once
@@ -183,38 +183,9 @@ def test_lists_of_numbers_are_staged(machine):
 # -- completion markers
 
 
-class Ordered(FakeMarker):
-    """A marker of a stream on which the later of two is done last."""
-
-    def implies(self, earlier: object) -> bool:
-        return isinstance(earlier, Ordered)
-
-
-def test_both_done():
-    """Guards two readers of one record: both must be done, in either order; one stream's later stands for both."""
-    first, second = FakeMarker(), FakeMarker()
-    both = both_done(first, second)
-    for marker in (first, second):
-        assert not both.query()
-        marker.is_done = True
-    assert both.query()
-    early, late = Ordered(), Ordered()
-    assert both_done(early, late) is late
-    assert both_done(None, late) is late
-    done = FakeMarker()
-    done.is_done = True
-    assert both_done(done, late) is late
+def test_done_is_done():
     assert DONE.query()
     assert DONE.wait() is None
-
-
-def test_chain_of_readers_does_not_grow():
-    """Guards a slot that is read for ever on one stream: its marker stays one marker."""
-    marker = both_done(FakeMarker(), Ordered())
-    for _ in range(5):
-        later = Ordered()
-        marker = both_done(marker, later)
-    assert marker is later or not marker.query()
 
 
 # -- recycled output blocks
