@@ -79,9 +79,11 @@ def check_batch_size(num_rows: int, pad_to: int | None, max_batch_size: int) -> 
 
 
 def check_request_ids(request_ids: Sequence[object] | None, num_rows: int) -> None:
+    if request_ids is None:
+        return
     if isinstance(request_ids, (Mapping, Set)):
         raise TypeError(f"request_ids are a {type(request_ids).__name__}, expected a sequence")
-    if request_ids is not None and len(request_ids) != num_rows:
+    if len(request_ids) != num_rows:
         raise ValueError(f"{len(request_ids)} request ids for {num_rows} rows")
 
 

@@ -31,7 +31,7 @@ def locate_slots(mailbox: DraftMailbox, sources: tuple[FieldSource, ...], route:
     """Rows that are records of `mailbox`."""
     present: list[np.ndarray[Any, np.dtype[np.bool_]] | None] = [None] * len(mailbox.fields)
     all_present = True
-    for row, f in enumerate(mailbox.layout.optional_fields):
+    for row, f in enumerate(mailbox.optional_fields):
         has_field = mailbox.presence[row, slots]
         if not has_field.all():
             present[f], all_present = has_field, False

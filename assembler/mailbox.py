@@ -105,6 +105,7 @@ class DraftMailbox:
             (field, (field.width,), field.dtype, field.row_bytes, offset)
             for field, offset in zip(self.fields, self.layout.offsets, strict=True)
         )
+        self.optional_fields = self.layout.optional_fields
         self._spans = tuple([(offset, offset + num_bytes) for _, _, _, num_bytes, offset in self._places])
         self._views = {field.name: self._field_view(i) for i, field in enumerate(self.fields)}
         tag_item = self.layout.tag_offset // 8

@@ -396,7 +396,12 @@ def _run(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...]) ->
     """Launch a compiled kernel. Nothing is checked."""
     active, runtime = driver.active, knobs.runtime
     stream = active.get_current_stream(active.get_current_device())
+    # None, one hook, or a chain of them, which is mostly empty: then the launcher need not call it.
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if not getattr(enter, "calls", True):
+        enter = None
+    if not getattr(leave, "calls", True):
+        leave = None
     run = kernel.run  # loads the code, the first time
     metadata = None if enter is None else kernel.launch_metadata(grid, stream, *arguments)
     run(*grid, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *arguments)

@@ -165,13 +165,27 @@ def late_compile(counts: Counts) -> dict[str, Any]:
 def hooks(counts: Counts) -> dict[str, Any]:
     """A profiler's hooks see a direct launch as they see a plain one."""
     bench, seen = Bench(counts), []
-    knobs.runtime.launch_enter_hook = lambda metadata: seen.append(metadata.get()["name"])
-    try:
+
+    def hook(metadata: Any) -> None:
+        seen.append(metadata.get()["name"])
+
+    def launch() -> None:
         bench.assembler.assemble_slots([0])
-        enter = counts.last[7]
-        enter(counts.last[6])
-    finally:
-        knobs.runtime.launch_enter_hook = None
+        # What the C launcher does.
+        metadata, enter = counts.last[6:8]
+        if enter is not None:
+            enter(metadata)
+
+    launch()
+    assert seen == [], seen
+    chain = knobs.runtime.launch_enter_hook
+    chain.add(hook)
+    launch()
+    chain.remove(hook)
+    launch()
+    knobs.runtime.launch_enter_hook = hook
+    launch()
+    knobs.runtime.launch_enter_hook = chain
     return {"seen": seen}
 
 
