@@ -172,7 +172,7 @@ NUM_PROCESSES = 8
 
 
 class OneVariant(DraftAssembler):
-    """Warmed up with one variant of the kernel, of the eight: each of the processes compiles it."""
+    """Warmed up with one variant of the kernel, of all: each of the processes compiles it."""
 
     def _warm_up(self) -> None:
         self.assemble_slots([0])
@@ -180,12 +180,15 @@ class OneVariant(DraftAssembler):
 
 def compile_at_once() -> None:
     """In eight processes that start together, for sm_90 and down to a driver that does nothing."""
-    from compiled_kernel import DoNothingDriver, driver, launches
+    from draftgather.bench.do_nothing import DoNothingMachine, do_nothing
 
-    from draftgather.kernels.gather_rows import _gather_rows_kernel
+    with do_nothing() as counts:
+        _compile_at_once(counts, DoNothingMachine.of(counts))
 
-    machine = Machine(CPU, has_kernel=True, pins=False, zero_copy=True)
-    driver.set_active(DoNothingDriver())
+
+def _compile_at_once(counts: Any, machine: Machine) -> None:
+    from draftgather.kernels.gather_rows import _compiled
+
     start, all_started = os.pipe()
     results = []
     for _ in range(NUM_PROCESSES):
@@ -196,11 +199,10 @@ def compile_at_once() -> None:
             os.read(start, 1)
             signal.alarm(int(4 * TIMEOUT))
             OneVariant(FIELDS, mailbox=filled_mailbox(1), machine=machine).warmup()
-            caches = _gather_rows_kernel.device_caches.values()
-            compiled = [kernel.asm for of_device in caches for kernel in of_device[0].values()]
+            compiled = [kernel.asm for kernel in _compiled._variants.values()]
             code = [made["ptx"].encode() + made["cubin"] for made in compiled]
             digests = sorted(hashlib.sha256(made).hexdigest() for made in code)
-            os.write(write_result, json.dumps({"launches": len(launches), "code": digests}).encode())
+            os.write(write_result, json.dumps({"launches": counts.launches, "code": digests}).encode())
             os._exit(0)
         os.close(write_result)
         results.append((pid, result))
