@@ -194,15 +194,18 @@ def _addressed(
     """The addresses of separate rows, in a vector that the device reads.
 
     Rows that lie in what the same launch writes (the future map, fixed outputs) are copied before: the
-    kernel reads and writes in any order.
+    kernel reads and writes in any order. So are rows inside of an element's bytes: a GPU reads none there.
     """
+    assert source.dtype is not None
     addresses = _addresses(source)
     ends = addresses + max([0 if row is None else row.nbytes for row in source.rows])
-    if any([((addresses < end) & (ends > start)).any() for start, end in written]):
-        source = source._replace(rows=[None if row is None else machine.upload(row) for row in source.rows])
+    bits = int(np.bitwise_or.reduce(addresses))
+    if bits % source.dtype.itemsize or any([((addresses < end) & (ends > start)).any() for start, end in written]):
+        copies = [None if row is None else machine.upload(row) for row in source.rows]
+        source = source._replace(rows=copies, originals=source.rows)
         addresses = _addresses(source._replace(addresses=None))
-    is_aligned = bool(np.bitwise_or.reduce(addresses) % _ALIGNMENT == 0)
-    return source._replace(addresses_ptr=staging.put(addresses), is_aligned=is_aligned)
+        bits = int(np.bitwise_or.reduce(addresses))
+    return source._replace(addresses_ptr=staging.put(addresses), is_aligned=bits % _ALIGNMENT == 0)
 
 
 def _addresses(source: FieldSource) -> Int64Array:

@@ -170,7 +170,7 @@ class FutureMap:
                 return None
             flags: torch.Tensor | None = known.get(field.name)
             if tensor is not None and flags is not None:
-                return flags.contiguous().view(torch.uint8)
+                return self._compiled_for(flags).view(torch.uint8)
             # Always flags for the kernel: one compiled variant.
             is_all = tensor is not None and not self._machine.has_kernel
             return None if is_all else torch.full((num_rows,), tensor is not None, device=self.device).view(torch.uint8)
@@ -181,7 +181,9 @@ class FutureMap:
             # The source of an absent field is never looked at: its presence says so.
             sources=tuple(
                 FieldSource(
-                    pool=self._output(num_rows, row) if t is None else RowTable.over(t.resolve_neg().contiguous())
+                    pool=self._output(num_rows, row)
+                    if t is None
+                    else RowTable.over(self._compiled_for(t.resolve_neg()))
                 )
                 for t, row in zip(tensors, self._formats, strict=True)
             ),
@@ -271,6 +273,13 @@ class FutureMap:
             relay=relay,
         )
         launch(descriptor, self._machine)
+
+    def _compiled_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` [b, ...], copied where it lies as no tensor of its own does: that would compile another variant."""
+        dense = tensor.contiguous()
+        if self._machine.has_kernel and (dense.data_ptr() % 16 or dense.stride(0) != dense[0].numel()):
+            return dense.clone(memory_format=torch.contiguous_format)
+        return dense
 
     def _check_indices(self, future_indices: object, may_repeat: bool = False) -> int:
         """The number of rows."""

@@ -61,6 +61,12 @@ class DoNothingDriver:
             def __call__(self, *arguments: Any) -> None:
                 counts.launches += 1
                 counts.last = arguments
+                # As the C launcher does: it is given metadata and hooks beside the kernel's own arguments.
+                metadata, enter, leave = arguments[6:9]
+                if enter is not None:
+                    enter(metadata)
+                if leave is not None:
+                    leave(metadata)
 
         self.launcher_cls = Launcher
 

@@ -22,7 +22,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from draftgather.kernels.row_tables import FEW_SLOTS, FieldSource, LaunchDescriptor, RelayTarget
+from draftgather.kernels.row_tables import FEW_SLOTS, FieldSource, LaunchDescriptor
 
 logger = logging.getLogger("draftgather")
 
@@ -245,16 +245,24 @@ def _arguments(d: LaunchDescriptor) -> _Arguments:
 
 def _words(vector: torch.Tensor | None) -> torch.Tensor | None:
     """A vector of integers as the kernel reads it: dense, in words of 32 bits."""
-    return None if vector is None else vector.contiguous().view(torch.int32)
+    if vector is None:
+        return None
+    # A single number is contiguous at any stride, but torch views it as words at stride 1 only.
+    dense = vector.as_strided((1,), (1,)) if len(vector) == 1 else vector.contiguous()
+    return dense.view(torch.int32)
 
 
-def _are_dense(relay: RelayTarget) -> bool:
-    lengths = relay.seq_lens
-    return (
-        relay.future_indices.is_contiguous()
-        and (lengths is None or lengths.is_contiguous())
-        and relay.bonus_tokens.is_contiguous()
-    )
+def _dense(d: LaunchDescriptor) -> LaunchDescriptor:
+    """`d` with dense vectors in its relay; itself where they are."""
+    relay = d.relay
+    if relay is None:
+        return d
+    indices, lengths, tokens = relay.future_indices, relay.seq_lens, relay.bonus_tokens
+    if indices.is_contiguous() and (lengths is None or lengths.is_contiguous()) and tokens.is_contiguous():
+        return d
+    lengths = None if lengths is None else lengths.contiguous()
+    indices, tokens = indices.contiguous(), tokens.contiguous()
+    return d._replace(relay=relay._replace(future_indices=indices, seq_lens=lengths, bonus_tokens=tokens))
 
 
 def _pairs(few_slots: tuple[int, ...]) -> tuple[int | None, ...]:
@@ -354,6 +362,7 @@ def gather_rows(descriptor: LaunchDescriptor, plan: LaunchPlan | None = None) ->
 
 def plan_launches(descriptor: LaunchDescriptor) -> LaunchPlan | None:
     """A plan for launches like this one; compiles the variant where it is new. None: there is no direct way."""
+    descriptor = _dense(descriptor)
     arguments = _arguments(descriptor)
     kernel, is_new = _compiled.get(arguments)
     if kernel is None:
@@ -396,15 +405,16 @@ def _run(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...]) ->
     """Launch a compiled kernel. Nothing is checked."""
     active, runtime = driver.active, knobs.runtime
     stream = active.get_current_stream(active.get_current_device())
-    # None, one hook, or a chain of them, which is mostly empty: then the launcher need not call it.
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    if not getattr(enter, "calls", True):
-        enter = None
-    if not getattr(leave, "calls", True):
-        leave = None
+    enter, leave = _hook(runtime.launch_enter_hook), _hook(runtime.launch_exit_hook)
     run = kernel.run  # loads the code, the first time
-    metadata = None if enter is None else kernel.launch_metadata(grid, stream, *arguments)
+    is_watched = enter is not None or leave is not None
+    metadata = kernel.launch_metadata(grid, stream, *arguments) if is_watched else None
     run(*grid, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *arguments)
+
+
+def _hook(hook: Any) -> Any:
+    """A profiler's hook; None for a chain of none, which the launcher would call all the same."""
+    return hook if getattr(hook, "calls", True) else None
 
 
 class LaunchPlan:
@@ -432,9 +442,7 @@ class LaunchPlan:
 
     def launch(self, d: LaunchDescriptor) -> None:
         """As `gather_rows`, for a descriptor that agrees with the plan's."""
-        if d.relay is not None and not _are_dense(d.relay):
-            gather_rows(d)  # which copies them, and keeps the copies until the launch
-            return
+        d = _dense(d)  # copies, if it made any, live until the launch
         grid = (d.num_padded if self._has_outputs else d.num_rows, self._num_tiles, 1)
         _run(self._kernel, grid, self.arguments(d))
 

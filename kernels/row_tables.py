@@ -85,6 +85,7 @@ class FieldSource(NamedTuple):
     stacked: RowTable | None = None  # [num_rows, width] of the field's dtype: the rows, read already, for the twin
     addresses_ptr: torch.Tensor | None = None  # [num_rows] int64, for the kernel; 0 where absent
     is_aligned: bool = True  # every address is a multiple of 16
+    originals: Sequence[torch.Tensor | None] = ()  # what `rows` are copies of: alive until the launch is done
 
 
 class RelayTarget(NamedTuple):
