@@ -180,11 +180,7 @@ class FutureMap:
             self._formats,
             # The source of an absent field is never looked at: its presence says so.
             sources=tuple(
-                FieldSource(
-                    pool=self._output(num_rows, row)
-                    if t is None
-                    else RowTable.over(self._compiled_for(t.resolve_neg()))
-                )
+                FieldSource(pool=self._output(num_rows, row) if t is None else RowTable.over(self._compiled_for(t)))
                 for t, row in zip(tensors, self._formats, strict=True)
             ),
             slots=None,
@@ -276,7 +272,7 @@ class FutureMap:
 
     def _compiled_for(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` [b, ...], copied where it lies as no tensor of its own does: that would compile another variant."""
-        dense = tensor.contiguous()
+        dense = tensor.resolve_neg().contiguous()
         if self._machine.has_kernel and (dense.data_ptr() % 16 or dense.stride(0) != dense[0].numel()):
             return dense.clone(memory_format=torch.contiguous_format)
         return dense

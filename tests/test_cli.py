@@ -171,7 +171,7 @@ def test_doctor() -> None:
     assert diagnosis["devices"][0]["routes"][0] == {
         "rows": "mailbox slots",
         "route": "slots",
-        "words": "read in place from the mailbox, nothing is copied on the host",
+        "words": "the CPU reads records where they are",
     }
 
 

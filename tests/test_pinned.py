@@ -98,6 +98,7 @@ class FakeRuntime:
             "is_available": lambda: True,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
+            "get_device_name": lambda device: "",
             "device": lambda device: nullcontext(),
             "current_stream": lambda device: SimpleNamespace(),
             "is_current_stream_capturing": lambda: False,
