@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from triton import knobs
 
@@ -95,10 +95,10 @@ class Device:
 
     def busy(self, milliseconds: float) -> Query:
         """Keep the current stream busy for at least so long. Gives a marker behind that work."""
-        torch.cuda._sleep(int(milliseconds * _CYCLES_A_MS))
+        torch.cuda._sleep(int(milliseconds * _CYCLES_A_MS))  # type: ignore[no-untyped-call]
         marker = torch.cuda.Event()  # type: ignore[no-untyped-call]
         marker.record()
-        return marker  # type: ignore[no-any-return]
+        return marker
 
     @contextmanager
     def no_waits(self) -> Iterator[None]:
@@ -111,10 +111,13 @@ class Device:
 
     def capture(self, record: Work, meanwhile: Work) -> Work:
         """Capture `record` in a graph, and do `meanwhile` while that is being captured. Gives its replay."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            meanwhile()
-            record()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.graph(graph):
+                meanwhile()
+                record()
+        finally:
+            torch.cuda.set_stream(stream)  # torch leaves its own where a capture fails
         return graph.replay
 
     def is_alive(self) -> bool:
@@ -140,7 +143,7 @@ class Device:
                 for work in works:
                     work()
             end.record()
-            is_queued = not start.query()
+            is_queued = not start.query()  # type: ignore[no-untyped-call]
             end.synchronize()
             if is_queued:
                 return float(start.elapsed_time(end)) * 1000 / (rounds * len(works))

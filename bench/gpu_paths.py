@@ -13,7 +13,8 @@ from draftgather.bench.gpu_device import Device
 from draftgather.bench.torch_stack import METADATA_WIDTH, ArrivedRow, StackedBatch, StackRelay, stack_rows
 
 TOPK = 4
-Rows = Sequence[torch.Tensor]  # [b] rows of one field
+Rows = list[torch.Tensor]  # [b] rows of one field
+Path = Callable[[], Sequence[torch.Tensor]]  # gives the batch's tensors
 
 STOCK, TEN_LINES, VIEWS = "stock: torch.stack", "stack into kept pinned memory", "torch.stack of zero-copy views"
 ARENA, FOREACH = "one pinned arena, one upload", "_foreach_copy_ of pinned rows"
@@ -49,7 +50,7 @@ class BatchPaths:
         self._indices = self._indices_cpu.to(device.device)
         self._relay = StackRelay(num_rows + 1, TOPK, hidden_size, torch.bfloat16, device.device)
         self._future_map = dg.FutureMap(self._fields, num_rows + 1, device.device, machine=device.machine)
-        self.calls: dict[str, Callable[[], Sequence[torch.Tensor]]] = {
+        self.calls: dict[str, Path] = {
             STOCK: self._stock,
             TEN_LINES: self._into_kept,
             ARENA: self._arena_way(),
@@ -59,7 +60,7 @@ class BatchPaths:
         self.unavailable = ""
         try:
             self.calls[VIEWS] = self._views_way()
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             self.unavailable = f"{VIEWS}: {error}"
 
     def check(self, name: str) -> None:
@@ -94,7 +95,7 @@ class BatchPaths:
             uploads.append(kept.to(self._device.device, non_blocking=True))
         return self._relayed(StackedBatch(*uploads))
 
-    def _arena_way(self) -> Callable[[], Sequence[torch.Tensor]]:
+    def _arena_way(self) -> Path:
         places, end = [], 0
         for block in self._expected:
             places.append((end, end + block.nbytes, block))
@@ -113,8 +114,8 @@ class BatchPaths:
 
         return call
 
-    def _views_way(self) -> Callable[[], Sequence[torch.Tensor]]:
-        rows = [self._device.view(block).unbind(0) for block in self._pinned]
+    def _views_way(self) -> Path:
+        rows = [list(self._device.view(block).unbind(0)) for block in self._pinned]
         return lambda: self._relayed(StackedBatch(*[torch.stack(of_field) for of_field in rows]))
 
     def _foreach(self) -> Sequence[torch.Tensor]:
@@ -126,7 +127,7 @@ class BatchPaths:
 
     # -- ours
 
-    def _ours(self) -> dict[str, Callable[[], Sequence[torch.Tensor]]]:
+    def _ours(self) -> dict[str, Path]:
         device, n = self._device, self._num_rows
         mailbox = dg.DraftMailbox(self._fields, n, pin_memory=device.machine.pins)
         for slot in range(n):

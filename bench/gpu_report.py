@@ -216,4 +216,4 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[str]:
 def _cell(cell: Cell) -> str:
     if isinstance(cell, float):
         return f"{cell:.0f}" if cell >= 100 else f"{cell:.3g}"
-    return "–" if cell is None else str(cell)
+    return "-" if cell is None else str(cell)
