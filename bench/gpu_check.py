@@ -470,7 +470,8 @@ def _assert_refused(outcome: Exception | None) -> None:
 
 def check_launches(section: Section, device: Device, sizes: Sizes) -> None:
     """What the device is asked to do in each call."""
-    section.tell(f"The zero-copy probe says {device.machine.zero_copy}; pinned memory: {device.machine.pins}.")
+    if not device.is_dry:
+        section.tell(f"The zero-copy probe says {device.machine.zero_copy}; pinned memory: {device.machine.pins}.")
     fields = dg.eagle_fields(4, sizes.hidden)
     blocks, indices = random_blocks(fields, 64, 0), torch.arange(1, 65, device=device.device)
     future_map = dg.FutureMap(fields, 65, device.device, machine=device.machine)
