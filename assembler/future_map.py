@@ -135,6 +135,7 @@ class FutureMap:
 
     def publish(self, future_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Write sequence lengths [b] and raise the fence. An empty batch does nothing."""
+        self._machine.refuse_capture()
         num_rows = self._check_indices(future_indices)
         check_relay_vector(seq_lens, "seq_lens", num_rows, self.device)
         if num_rows == 0:
@@ -149,6 +150,7 @@ class FutureMap:
         field. An optional field that is None makes the rows' validity false; another missing field,
         and any other width, dtype or device, is a RelayError, and nothing is written.
         """
+        self._machine.refuse_capture()
         num_rows = self._check_indices(future_indices)
         bonus_tokens = getattr(draft_input, "bonus_tokens", None)
         check_relay_vector(bonus_tokens, "bonus_tokens", num_rows, self.device)
@@ -205,6 +207,8 @@ class FutureMap:
         that `spec_info.present` calls absent becomes None; of the others `spec_info.valid[name]` [b]
         bool tells which rows are real. No draft input, or an empty one: nothing is done.
         """
+        # Before the fence is waited for: a wait for an event of another stream would end the capture.
+        self._machine.refuse_capture()
         draft_input = batch.spec_info
         if draft_input is None or draft_input.future_indices is None or len(draft_input.future_indices) == 0:
             return
@@ -257,7 +261,6 @@ class FutureMap:
         outputs: tuple[RowTable | None, ...],
         relay: RelayTarget | None,
     ) -> None:
-        self._machine.refuse_capture()
         descriptor = LaunchDescriptor(
             num_rows=num_rows,
             num_padded=num_rows,

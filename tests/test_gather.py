@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -546,6 +547,32 @@ def test_capture_is_refused(fields, monkeypatch):
         assembler.assemble_slots([0, 1])
     with pytest.raises(dg.CaptureError, match="a CUDA graph is being captured"):
         assembler.assemble_rows(**rows)
+
+
+@pytest.mark.parametrize("call", ["publish", "stash", "resolve"])
+def test_capture_is_refused_before_the_fence(fields, monkeypatch, call):
+    """Guards a capture that the refusal itself would end: no event is waited for or recorded, nothing allocated."""
+
+    def touched(*_arguments: object, **_named: object) -> None:
+        raise AssertionError("work was queued under capture")
+
+    machine = Machine(torch.device("cuda", 0), has_kernel=True, pins=False, zero_copy=True)
+    future_map = poisoned_map(fields, machine=machine)
+    indices = torch.tensor([1, 2])
+    rows = {name: torch.stack(given) for name, given in random_rows(fields, 2).items()}
+    draft_input = dg.EagleDraftInput(**rows, bonus_tokens=indices, future_indices=indices)
+    future_map.publish_ready = SimpleNamespace(wait=touched, record=touched)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", touched)
+    monkeypatch.setattr(future_map, "_output", touched)
+    calls = {
+        "publish": lambda: future_map.publish(indices, indices),
+        "stash": lambda: future_map.stash(indices, draft_input),
+        "resolve": lambda: future_map.resolve(SimpleNamespace(spec_info=draft_input)),
+    }
+    with pytest.raises(dg.CaptureError, match="a CUDA graph is being captured"):
+        calls[call]()
+    assert_poisoned(*relay_tensors(future_map).values())
 
 
 def test_without_a_mailbox(machine, fields):
