@@ -230,6 +230,15 @@ def bench(
         Path | None,
         typer.Option(help="Instead: a real sglang's builder; PATH holds the package, such as its site-packages."),
     ] = None,
+    gpu_check: Annotated[
+        bool, typer.Option("--gpu-check", help="Instead: ask a GPU all that only a GPU can answer, in four minutes.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="With --gpu-check: folder of RESULTS.md and results.json; by default gpu-check.")
+    ] = None,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="With --gpu-check: without a GPU, the same code and no times.")
+    ] = False,
     sizes: Annotated[
         list[int] | None, typer.Option("--size", min=1, help="Rows a batch. This and other axes: once a value.")
     ] = None,
@@ -278,10 +287,16 @@ def bench(
 
     Exit code: 0, 1 if a byte differs, 2 for a bad option or file.
     """
-    if (compare is not None) + (plot is not None) + (sglang is not None) > 1:
-        _fail("--compare, --plot and --sglang exclude each other")
-    if json_file is not None and (compare or plot or sglang):
-        _fail("--json goes with none of --compare, --plot and --sglang")
+    if (compare is not None) + (plot is not None) + (sglang is not None) + gpu_check > 1:
+        _fail("--compare, --plot, --sglang and --gpu-check exclude each other")
+    if json_file is not None and (compare or plot or sglang or gpu_check):
+        _fail("--json goes with none of --compare, --plot, --sglang and --gpu-check")
+    if (dry or out is not None) and not gpu_check:
+        _fail("--dry and --out go with --gpu-check")
+    if gpu_check:
+        from draftgather.bench import gpu_check as check
+
+        raise typer.Exit(check.gpu_check(out or Path("gpu-check"), dry))
     if compare is not None:
         _bench_compare(*compare)
     elif plot is not None:

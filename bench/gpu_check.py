@@ -36,7 +36,6 @@ from draftgather.bench.do_nothing import do_nothing
 from draftgather.bench.gpu_device import Device, DoNothingDevice, DryDevice
 from draftgather.bench.gpu_paths import OTHERS, OURS, SLOTS, STOCK, BatchPaths
 from draftgather.bench.gpu_report import Cell, Report, Section
-from draftgather.draft_batch import Route
 from draftgather.kernels import gather_rows as kernels
 from draftgather.kernels.row_tables import LaunchDescriptor
 from draftgather.launch import launch
@@ -71,7 +70,7 @@ class Source(NamedTuple):
 
     name: str
     where: str
-    route: Route
+    route: str
     zero_copy: bool = True
 
 
@@ -183,7 +182,7 @@ class _Rig:
         num_rows = len(next(iter(blocks.values())))
         machine = device.machine_with(reads_rows=source.route != "staged", zero_copy=source.zero_copy)
         needs_zero_copy = "device" not in source.where
-        self.route: Route = source.route if machine.zero_copy or not needs_zero_copy else "staged"
+        self.route: str = source.route if machine.zero_copy or not needs_zero_copy else "staged"
         self.mailbox = None
         if "mailbox" in source.where:
             pin = machine.pins and source.where == "mailbox"

@@ -381,3 +381,24 @@ def test_counted_without_a_profiler(cuda: mock.Mock, monkeypatch: pytest.MonkeyP
     seen = device.profile(work)
     assert (len(seen.ours_us), len(seen.copies_us)) == (1, 1) and "on the host" in seen.how
     assert device_module.knobs.runtime.launch_enter_hook.calls == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--gpu-check", "--sglang", "."], "exclude each other"),
+        (["--gpu-check", "--json", "-"], "goes with none of"),
+        (["--dry"], "go with --gpu-check"),
+    ],
+)
+def test_command_line(arguments: list[str], complaint: str) -> None:
+    """Guards against options that are not heard."""
+    run = CliRunner().invoke(app, ["bench", *arguments])
+    assert run.exit_code == 2
+    assert complaint in run.output
+
+
+def test_command_line_without_a_gpu() -> None:
+    """Guards a machine without one against a report that looks like one from a GPU."""
+    if not torch.cuda.is_available():
+        assert CliRunner().invoke(app, ["bench", "--gpu-check"]).exit_code == 2
