@@ -172,7 +172,7 @@ class Report:
         if self.is_dry:
             lines += [
                 "**Dry run: no figure here is from a GPU.** The check's code ran to its end on a machine without one,",
-                "the kernel under Triton's interpreter and launches into a driver that does nothing. Times are left out.",
+                "the kernel interpreted and launches into a driver that does nothing. Times are left out.",
                 "",
             ]
         lines += ["    draftgather bench --gpu-check --out bench" + (" --dry" if self.is_dry else ""), ""]

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import draftgather as dg
 from draftgather import launch as launch_module
@@ -23,6 +24,7 @@ from draftgather.bench import gpu_device as device_module
 from draftgather.bench.gpu_check import BUDGET_S, DRY, PARTS, check_no_waits, gpu_check, run_parts
 from draftgather.bench.gpu_device import Device, DryDevice, Profile
 from draftgather.bench.gpu_report import Report, Section
+from draftgather.cli import app
 from draftgather.completion import DONE
 from draftgather.kernels.gather_rows import gather_rows
 from draftgather.kernels.gather_rows_torch import gather_rows_torch
