@@ -248,7 +248,9 @@ def _words(vector: torch.Tensor | None) -> torch.Tensor | None:
     if vector is None:
         return None
     # A single number is contiguous at any stride, but torch views it as words at stride 1 only.
-    dense = vector.as_strided((1,), (1,)) if len(vector) == 1 else vector.contiguous()
+    if len(vector) == 1 and vector.stride(0) != 1:
+        vector = vector.as_strided((1,), (1,))
+    dense = vector.contiguous()
     return dense.view(torch.int32)
 
 

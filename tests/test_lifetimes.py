@@ -565,7 +565,7 @@ def test_schedules_fail_without_the_guard(name: str, monkeypatch: pytest.MonkeyP
 
 def test_rows_in_the_outputs_are_read_before_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel keeps no order among rows, so what a batch reads of its own outputs is copied before."""
-    guard = "if any([((addresses < end) & (ends > start)).any() for start, end in written]):"
-    Mutation(describe._addressed, guard, "if False:").apply(monkeypatch)
+    guard = "any([((addresses < end) & (ends > start)).any() for start, end in written])"
+    Mutation(describe._addressed, guard, "False").apply(monkeypatch)
     with pytest.raises(AssertionError):
         run_schedules("slots", max_examples=30, steps=40, execute=kernel.gather_rows)
