@@ -210,9 +210,10 @@ class FutureMap:
         # Before the fence is waited for: a wait for an event of another stream would end the capture.
         self._machine.refuse_capture()
         draft_input = batch.spec_info
-        if draft_input is None or draft_input.future_indices is None or len(draft_input.future_indices) == 0:
+        indices = None if draft_input is None else draft_input.future_indices
+        # A nested tensor need not have a length: it is refused with its name.
+        if indices is None or (not getattr(indices, "is_nested", False) and len(indices) == 0):
             return
-        indices = draft_input.future_indices
         num_rows = self._check_indices(indices, may_repeat=True)
         if self.publish_ready is not None:
             self.publish_ready.wait(torch.cuda.current_stream(self.device))

@@ -1311,7 +1311,7 @@ def apply_map_op(future_map: dg.FutureMap, model: ModelMap, op: MapOp) -> None:
 def is_nothing(indices: Any) -> bool:
     try:
         return indices is None or len(indices) == 0
-    except TypeError:
+    except (TypeError, RuntimeError):  # a nested tensor may have no length
         return False
 
 
@@ -1738,6 +1738,14 @@ def test_line_number_after_a_long_blank_line(tmp_path: Path) -> None:
     path.write_bytes(b" " * (1 << 20) + b"\n{")
     with pytest.raises(TraceError, match=r"t:2: is not JSON"):
         read_trace(path, jitter=False, seed=0)
+
+
+def test_resolve_of_jagged_indices() -> None:
+    """Guards against torch's internal error for a nested tensor, which has no length."""
+    future_map = dg.FutureMap((dg.Field("a", 3, torch.float32),), 8)
+    batch = SimpleNamespace(spec_info=dg.EagleDraftInput(future_indices=jagged(2, 3)), seq_lens=None)
+    with pytest.raises(dg.RelayError, match="future_indices is"):
+        future_map.resolve(batch)
 
 
 def test_stash_of_a_jagged_table() -> None:
