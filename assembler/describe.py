@@ -182,9 +182,11 @@ def _staged(formats: tuple[RowFormat, ...], located: Located, staging: StagingBu
 
 
 def _written(outputs: Sequence[RowTable | None], relay: RelayTarget | None) -> list[tuple[int, int]]:
-    """(start, end) of every table that the launch writes rows to."""
-    tables = (*outputs, *(() if relay is None else relay.fields))
+    """(start, end) of everything that the launch writes to."""
+    tables = outputs if relay is None else (*outputs, *relay.fields, relay.seq_lens_buf, relay.bonus_tokens_buf)
     tensors = [table.tensor for table in tables if table is not None]
+    if relay is not None:
+        tensors += [valid for valid in relay.valid if valid is not None]
     return [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
 
 

@@ -393,6 +393,8 @@ class DraftMailbox:
                 )
             elif state == WRITTEN and self._is_read(slot):
                 fault = ("is read by a launch that is not done", "a slot that nobody reads")
+            if fault is None and self._state_of[slot] != state:  # by a finalizer, meanwhile
+                fault = ("was released while its row was put", "a slot held until put returns")
             if fault is not None:
                 raise SlotError([Problem(0, None, f"slot {slot}", *fault, SlotError)])
             self._state_of[slot] = HELD
@@ -441,15 +443,21 @@ class DraftMailbox:
             return False
         self._drop_readers()
         # Launches on two streams may end in either order, so all that are left are looked at.
-        return any((reader.slots == slot).any() and not reader.marker.query() for reader in reversed(self._readers))
+        return any((reader.slots == slot).any() and not reader.marker.query() for reader in list(self._readers)[::-1])
 
     def _drop_readers(self) -> None:
-        """Those that are done: from the front; and where many wait behind one, from all."""
-        readers = self._readers
-        while readers and readers[0].marker.query():
-            readers.popleft()
-        if len(readers) > _MANY_READERS:
-            self._readers = deque([reader for reader in readers if not reader.marker.query()])
+        """Those that are done: from the front; and where many wait behind one, from all.
+
+        A finalizer may run inside `query`, and come here itself: what was first may be gone by then.
+        """
+        while self._readers:
+            first = self._readers[0]
+            if not first.marker.query():
+                break
+            if self._readers and self._readers[0] is first:
+                self._readers.popleft()
+        if len(self._readers) > _MANY_READERS:
+            self._readers = deque([reader for reader in list(self._readers) if not reader.marker.query()])
 
     def _tenancy_fault(self, slot: int) -> tuple[str, str] | None:
         state = self._state_of[slot]
@@ -511,6 +519,8 @@ class DraftMailbox:
         """Free a released slot, unless a put still writes it or a launch reads it."""
         if slot in self._being_put or self._is_read(slot):
             return False
+        if self._state_of[slot] != DRAINING:
+            return True  # freed already, by a finalizer inside of these questions
         self._state_of[slot] = FREE
         if not self._is_queued[slot]:
             self._is_queued[slot] = True

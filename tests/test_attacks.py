@@ -265,3 +265,16 @@ def test_rows_of_the_future_map_itself(machine):
         assembler.assemble_rows(relay=relay, batch_outputs=False, **views)
     assert future_map.buffers["topk_index"][1:7, 0].tolist() == [1, 2, 3, 4, 5, 6]
     assert future_map.buffers["hidden_states"][1:7, 63].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_rows_of_the_future_maps_vectors(machine):
+    """Guards rows that are views of the very lengths and tokens which the same launch writes."""
+    fields = (dg.Field("ids", 1, torch.int64),)
+    for name in ("output_tokens_buf", "new_seq_lens_buf"):
+        future_map = dg.FutureMap(fields, 8, machine=machine)
+        vector = getattr(future_map, name)
+        vector[:] = torch.arange(8) * 100
+        relay = dg.Relay(future_map, torch.tensor([2, 1]), torch.tensor([7, 8]), torch.tensor([5, 6]))
+        assembler = dg.DraftAssembler(fields, machine=machine)
+        batch = assembler.assemble_rows(ids=[vector[1:2], vector[2:3]], relay=relay)
+        assert batch.tensors["ids"][:, 0].tolist() == [100, 200]

@@ -472,7 +472,7 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     ),
     "only the last of two streams' readers counts": (
         "slots",
-        Mutation(DraftMailbox._is_read, "in reversed(self._readers)", "in list(self._readers)[-1:]"),
+        Mutation(DraftMailbox._is_read, "list(self._readers)[::-1]", "list(self._readers)[-1:]"),
     ),
     "another owner puts into a written slot": (
         "slots",

@@ -6,12 +6,14 @@ import ctypes
 import mmap
 import pickle
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 import draftgather as dg
+from draftgather import mailbox as mailbox_module
 from helpers import (
     FIELD_LISTS,
     FakeMarker,
@@ -579,3 +581,48 @@ def test_readers_that_are_done_are_let_go_of(mailbox, row):
     assert len(mailbox._readers) < 100
     mailbox.release(0)
     assert mailbox.num_free == 3
+
+
+class Reentrant(FakeMarker):
+    """A marker in whose query a finalizer runs, once."""
+
+    def __init__(self, finalize: Callable[[], None]) -> None:
+        super().__init__()
+        self._finalize = [finalize]
+
+    def query(self) -> bool:
+        if self._finalize:
+            self._finalize.pop()()
+        return self.is_done
+
+
+def test_a_finalizer_inside_of_a_query_drops_no_reader(mailbox, row):
+    """Guards a slot that a launch reads: the first reader is done, and let go of by the finalizer already."""
+    for slot in range(3):
+        mailbox.put(slot, slot, **row)
+    done, running = Reentrant(lambda: mailbox.release(2)), FakeMarker()
+    done.is_done = True
+    mailbox._readers.append(mailbox_module._Reader(1, done, np.array([0])))
+    mailbox._readers.append(mailbox_module._Reader(2, running, np.array([1])))
+    mailbox._last_reader[:3] = [1, 2, 2]
+    mailbox.release(0)
+    mailbox.release(1)
+    assert mailbox.states[1] == mailbox_module.DRAINING
+    running.is_done = True
+    assert mailbox.num_free == 4
+
+
+def test_a_slot_released_inside_of_its_own_put(mailbox, row):
+    """Guards a row that is put into a slot which a finalizer releases meanwhile: refused, not freed when written."""
+    mailbox.put(0, 1, **row)
+
+    def finalize() -> None:
+        mailbox.release(0)
+        reader.is_done = True
+
+    reader = Reentrant(finalize)
+    mailbox._readers.append(mailbox_module._Reader(1, reader, np.array([0])))
+    mailbox._last_reader[0] = 1
+    with pytest.raises(dg.SlotError, match="was released while its row was put"):
+        mailbox.put(0, 1, **row)
+    assert mailbox.num_free == 4
