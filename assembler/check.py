@@ -51,7 +51,7 @@ def as_int64(values: object, what: str) -> Int64Array:
         if not has_memory(values):
             raise TypeError(f"{what} have no storage ({values.layout})")
         values = values.detach().resolve_conj().resolve_neg().numpy()
-    elif isinstance(values, (list, tuple)) and not _BOOLS.isdisjoint(map(type, values)):
+    elif isinstance(values, (list, tuple)) and any([_is_bool(value) for value in values]):
         raise TypeError(f"{what} hold a bool, expected integers")
     elif isinstance(values, np.ma.MaskedArray):
         raise TypeError(f"{what} are a masked array, expected integers")
@@ -66,6 +66,10 @@ def as_int64(values: object, what: str) -> Int64Array:
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
         raise TypeError(f"{what} hold {array.max()}, expected 64-bit signed integers")
     return np.array(array, np.int64)
+
+
+def _is_bool(value: object) -> bool:
+    return type(value) in _BOOLS or getattr(value, "dtype", None) in (torch.bool, np.bool_)
 
 
 def check_batch_size(num_rows: int, pad_to: int | None, max_batch_size: int) -> int:

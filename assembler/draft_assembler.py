@@ -331,7 +331,8 @@ class DraftAssembler:
         if relay is not None:
             relay.future_map.raise_fence()
         if staging is not None:
-            staging.marker = done
+            if staging.is_used:
+                staging.marker = done
             IN_FLIGHT.hold(done, (descriptor, staging.slab))
         return self._batch(located, outputs, done, num_padded)
 

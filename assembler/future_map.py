@@ -333,6 +333,9 @@ class Relay:
         refused where the host can see them (on the CPU, or by `future_indices_cpu`), and otherwise
         out-of-range ones are left out and repeated ones are the caller's duty.
     seq_lens, bonus_tokens: [b] int64 or int32.
+
+    None of the vectors may be a view of what the same launch writes (the future map, fixed outputs): rows are
+    read before, vectors are not.
     """
 
     future_map: RelayMemory

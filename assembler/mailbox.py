@@ -344,10 +344,12 @@ class DraftMailbox:
         """Raise for every slot that has a fault (got, expected), or is there twice."""
         problems, seen = [], set()
         for position, (slot, fault) in enumerate(slots):
-            if slot in seen:
+            # What is no slot number at all may not even be hashable.
+            if fault is None and slot in seen:
                 fault = "is given twice", expected
-            seen.add(slot)
-            if fault is not None:
+            if fault is None:
+                seen.add(slot)
+            else:
                 problems.append(Problem(position, None, f"slot {shown(slot)}", *fault, SlotError))
         raise_problems(problems)
 

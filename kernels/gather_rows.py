@@ -5,7 +5,7 @@ same bytes. Nothing is checked here: `draftgather.check` has done it before.
 
 What can be looked at once (dtypes, alignment, widths, fixed addresses, the compiled variant) is a
 `LaunchPlan`; a launch from a plan passes addresses and counts straight to the compiled kernel. That way
-nothing is checked, so nothing that a variant was compiled for may differ: see `_Variant`.
+nothing is checked, so nothing that a variant was compiled for may differ: see `_kinds_of`.
 """
 
 from __future__ import annotations

@@ -32,12 +32,26 @@ def gather_rows_torch(descriptor: LaunchDescriptor) -> None:
     if d.few_slots:
         d = d._replace(slots=torch.tensor(d.few_slots))
     slots = None if d.slots is None else d.slots.numpy()
+    d = d._replace(sources=_apart(d))
     # Every source is read before anything is relayed: source and relay may share memory.
     gathered = [_gather_field(d, f, slots) for f in range(len(d.sources))]
     if d.relay is not None:
         _relay_rows(
             d, d.relay, [_bytes_of(table, row)[: d.num_rows] for table, row in zip(gathered, d.formats, strict=True)]
         )
+
+
+def _apart(d: LaunchDescriptor) -> tuple[FieldSource, ...]:
+    """The sources, without separate rows that lie in another field's output, which may be written before."""
+    outputs = [table.tensor for table in d.outputs if table is not None]
+    if len(outputs) < 2 or all([source.pool is not None or source.stacked is not None for source in d.sources]):
+        return d.sources
+    written = {output.untyped_storage().data_ptr() for output in outputs}
+
+    def apart(row: torch.Tensor | None) -> torch.Tensor | None:
+        return row if row is None or row.untyped_storage().data_ptr() not in written else row.detach().clone()
+
+    return tuple([s if s.stacked is not None else s._replace(rows=[apart(row) for row in s.rows]) for s in d.sources])
 
 
 def _bytes_of(table: RowTable, row: RowFormat) -> np.ndarray[Any, Any]:

@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -278,3 +279,39 @@ def test_rows_of_the_future_maps_vectors(machine):
         assembler = dg.DraftAssembler(fields, machine=machine)
         batch = assembler.assemble_rows(ids=[vector[1:2], vector[2:3]], relay=relay)
         assert batch.tensors["ids"][:, 0].tolist() == [100, 200]
+
+
+STRIDED = (dg.Field("a", 4, torch.float32), dg.Field("b", 4, torch.float32, optional=True))
+
+
+@pytest.mark.parametrize("kind", ["strided", "beside an absent one", "a parameter"])
+def test_rows_of_another_fields_fixed_output(machine, kind):
+    """Guards rows that lie in an output which is written before they are read."""
+    assembler = dg.DraftAssembler(STRIDED, outputs="fixed", max_batch_size=4, machine=machine)
+    first = {"a": [torch.arange(4.0), torch.full((4,), 2.0)], "b": [torch.ones(4)] * 2}
+    output = assembler.assemble_rows(**first).tensors["a"]
+    strided = output.view(-1)[::2]
+    rows = {
+        "strided": [strided, strided],
+        "beside an absent one": [None, output[0]],
+        "a parameter": [torch.nn.Parameter(torch.zeros(4)), output[0]],
+    }[kind]
+    expected = rows[1].tolist()
+    future_map = dg.FutureMap(STRIDED, 3, machine=machine)
+    vectors = [torch.tensor([1, 2])] * 3
+    new = [torch.full((4,), 8.0), torch.full((4,), 9.0)]
+    assembler.assemble_rows(a=new, b=rows, relay=dg.Relay(future_map, *vectors))
+    assert future_map.buffers["b"][2].tolist() == expected
+
+
+@pytest.mark.parametrize("slots", [[1, torch.tensor(True)], [1, np.array(True)], (np.True_, 1)])
+def test_bools_among_slots(slots):
+    mailbox = dg.DraftMailbox(STRIDED, 2, pin_memory=False)
+    with pytest.raises(TypeError, match="hold a bool"):
+        dg.DraftAssembler(STRIDED, mailbox=mailbox).assemble_slots(slots)
+
+
+@pytest.mark.parametrize("slots", [[[1]], np.array([[0]]), [{}]])
+def test_release_of_what_is_no_slot(slots):
+    with pytest.raises(dg.SlotError, match="expected an integer from 0 to 1"):
+        dg.DraftMailbox(STRIDED, 2, pin_memory=False).release(slots)

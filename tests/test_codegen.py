@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,25 +19,25 @@ MOST_REGISTERS = 32
 Report = dict[str, dict[str, int]]
 
 
-def without_interpreter(**more: str) -> dict[str, str]:
-    """The environment of a process that compiles."""
+def run_compiled(script: str, cache: Path, *arguments: str) -> Any:
+    """What a script prints as JSON, run with Triton's compiler in place of its interpreter."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return kept | {"TRITON_DEFAULT_FP_FUSION": "1"} | more
-
-
-@pytest.fixture(scope="module", params=["sm_80", "sm_90", "sm_100", "gfx942"])
-def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Report]:
-    script = Path(__file__).with_name("compiled_variants.py")
     run = subprocess.run(
-        [sys.executable, script, request.param, *NUM_WIDE_FIELDS],
-        env=without_interpreter(TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton"))),
+        [sys.executable, Path(__file__).with_name(script), *arguments],
+        env=kept | {"TRITON_DEFAULT_FP_FUSION": "1", "TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    variants: Report = json.loads(run.stdout)
+    return json.loads(run.stdout)
+
+
+@pytest.fixture(scope="module", params=["sm_80", "sm_90", "sm_100", "gfx942"])
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Report]:
+    cache = tmp_path_factory.mktemp("triton")
+    variants: Report = run_compiled("compiled_variants.py", cache, request.param, *NUM_WIDE_FIELDS)
     assert len(variants) == NUM_VARIANTS * len(NUM_WIDE_FIELDS)
     return request.param, variants
 

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from test_codegen import without_interpreter
+from test_codegen import run_compiled
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, Path(__file__).with_name("launch_path.py")],
-        env=without_interpreter(TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton"))),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    result: dict[str, Any] = json.loads(run.stdout)
+    result: dict[str, Any] = run_compiled("launch_path.py", tmp_path_factory.mktemp("triton"))
     return result
 
 

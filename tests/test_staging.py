@@ -16,6 +16,7 @@ import draftgather.draft_assembler as draft_assembler
 from draftgather.completion import DONE
 from draftgather.describe import StagingRing
 from draftgather.fields import Field
+from draftgather.kernels.row_tables import FEW_SLOTS
 from draftgather.memory import HostBlockCache, allocate_slab, can_pin, notice_once
 from draftgather.outputs import FreshOutputs
 from helpers import FIELD_LISTS, FakeMarker, assert_batch, random_rows, written_mailbox, zero_rows
@@ -110,11 +111,12 @@ def test_assembler_keeps_staging_until_the_launch_is_done(machine, fields, marke
     """Guards the assembler's use of the ring: one buffer a launch in flight, taken again when it is done."""
     if not machine.has_kernel:
         pytest.skip("the twin stages nothing")
-    rows = random_rows(fields, 2)
-    assembler = dg.DraftAssembler(fields, mailbox=written_mailbox(fields, rows, 2), machine=machine)
+    num_rows = FEW_SLOTS + 1
+    rows = random_rows(fields, num_rows)
+    assembler = dg.DraftAssembler(fields, mailbox=written_mailbox(fields, rows, num_rows), machine=machine)
 
     def assemble() -> dg.DraftBatch:
-        return assembler.assemble_rows(**rows) if way == "rows" else assembler.assemble_slots([0, 1])
+        return assembler.assemble_rows(**rows) if way == "rows" else assembler.assemble_slots(range(num_rows))
 
     for _ in range(3):
         assert_batch(assemble(), fields, rows)
@@ -124,6 +126,17 @@ def test_assembler_keeps_staging_until_the_launch_is_done(machine, fields, marke
     assert assembler.num_staging_buffers == 3
     assemble()
     assert assembler.num_staging_buffers == 4
+
+
+def test_few_slots_keep_no_staging_buffer(machine, fields, markers):
+    """Guards pinned memory: slots that travel as parameters of the kernel need no buffer, and so the ring stays."""
+    rows = random_rows(fields, FEW_SLOTS)
+    assembler = dg.DraftAssembler(fields, mailbox=written_mailbox(fields, rows, FEW_SLOTS), machine=machine)
+    for _ in range(4):
+        batch = assembler.assemble_slots(range(FEW_SLOTS))
+        assert_batch(batch, fields, rows)
+    expected = 0 if not machine.has_kernel else 1 if batch.route == "slots" else 4
+    assert assembler.num_staging_buffers == expected
 
 
 def test_sources_live_until_the_launch_is_done(machine, fields, markers):
