@@ -5,7 +5,7 @@ draft_input; under overlap future_map.
 """
 
 from draftgather.algorithms import CustomSpecAlgo, SpeculativeAlgorithm
-from draftgather.builder import build_eagle_disagg_draft_input, use_mailbox
+from draftgather.builder import build_disagg_draft_input, build_eagle_disagg_draft_input, use_mailbox
 from draftgather.completion import CompletionMarker
 from draftgather.draft_assembler import DraftAssembler
 from draftgather.draft_batch import DraftBatch
@@ -66,6 +66,7 @@ __all__ = [
     "SlotError",
     "SpeculativeAlgorithm",
     "__version__",
+    "build_disagg_draft_input",
     "build_eagle_disagg_draft_input",
     "eagle_fields",
     "use_mailbox",

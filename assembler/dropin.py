@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftgather.builder import EagleRows, eagle_rows
+from draftgather.builder import RequestRows, eagle_rows
 from draftgather.dropin_mailbox import ArrivalMailbox, Arrived, describe_size
 from draftgather.dropin_relay import SglangRelay, can_fuse, check_relay_format
 from draftgather.dropin_shadow import Comparison, ShadowMap, compare
@@ -142,7 +142,7 @@ class DropIn:
         self._arrived: Arrived | None = None
         self._hidden: tuple[int, torch.dtype] | None = None  # of the metadata rows: sglang's own answer
         self._relay: SglangRelay | None = None
-        self._last_rows: tuple[Any, EagleRows] | None = None  # of a configuration
+        self._last_rows: tuple[Any, RequestRows] | None = None  # of a configuration
         self._shadowed: ShadowMap | None = None
         self._comparisons: deque[Comparison] = deque()
         self._said: set[str] = set()
@@ -215,7 +215,7 @@ class DropIn:
             draft_input.future_indices = batch.req_pool_indices
         return draft_input, relay is not None
 
-    def _rows_of(self, batch: Any, settings: Any, future_map: Any) -> EagleRows:
+    def _rows_of(self, batch: Any, settings: Any, future_map: Any) -> RequestRows:
         """As configured now. Width and dtype of the hidden states are those of sglang's metadata buffers."""
         hidden = self._hidden
         if hidden is None:

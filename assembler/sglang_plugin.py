@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from draftgather.builder import REQUEST_ROWS, assemble_requests
+from draftgather.builder import REQUEST_ROWS, as_metadata, request_rows
 from draftgather.dropin import DropIn, DropInOptions, Engine, Mode
 from draftgather.dropin_mailbox import describe_size
 from draftgather.errors import AlgorithmError
@@ -326,8 +326,9 @@ def _custom_spec_algo() -> type[Any]:
             names = ("server_args", "last_tokens_tensor", "future_map")[0 if takes_settings else 1 :]
             given = {**dict(zip(names, arguments, strict=False)), **by_name}
             settings = given["server_args"] if get_spec is None else get_spec()
-            fields, device = tuple(self.draft_fields(batch, settings)), as_device(batch.device)
-            tensors = assemble_requests(fields, self.row_attributes, device, batch.reqs)
+            fields = as_metadata(self.draft_fields(batch, settings))
+            attributes = tuple((f.name, self.row_attributes.get(f.name, f.name)) for f in fields)
+            tensors = dict(request_rows(fields, attributes, as_device(batch.device)).assemble(batch.reqs, None))
             draft_input = self.make_draft_input(tensors, given["last_tokens_tensor"])
             if batch.enable_overlap:
                 draft_input.future_indices = batch.req_pool_indices
