@@ -1,6 +1,6 @@
 """`python -m draftgather`."""
 
-from draftgather.cli import main
+from draftgather.bench.cli import main
 
 if __name__ == "__main__":
     main()

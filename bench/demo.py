@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from draftgather import draft_assembler
-from draftgather.arrivals import Arrival
+from draftgather.bench.arrivals import Arrival
 from draftgather.bench.torch_stack import METADATA_WIDTH, ArrivedRow, StackedBatch, StackRelay, stack_rows
 from draftgather.draft_assembler import DraftAssembler
 from draftgather.draft_batch import DraftBatch

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from draftgather.arrivals import Arrival
+from draftgather.bench.arrivals import Arrival
 from draftgather.bench.timing import interleaved
 from draftgather.dropin import DropIn, Mode
 from draftgather.dropin_mailbox import ArrivalMailbox

@@ -19,7 +19,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 import draftgather as dg
-from draftgather.arrivals import generate
+from draftgather.bench.arrivals import generate
 from draftgather.bench.demo import PoolIndices, RowSource, same_bytes
 from draftgather.describe import StagingRing
 from draftgather.machine import Machine, machine_for

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftgather.arrivals import Arrival, TraceError, generate, read_trace, spread
+from draftgather.bench.arrivals import Arrival, TraceError, generate, read_trace, spread
 
 REAL = Path(__file__).parents[2] / "shared" / "data" / "mooncake_conversation.jsonl"
 GOOD = b'{"timestamp": 0, "input_length": 5, "output_length": 2}\n'

@@ -16,11 +16,11 @@ import torch
 from typer.testing import CliRunner, Result
 
 from draftgather.bench import timing
+from draftgather.bench.cli import app
 from draftgather.bench.matrix import FULL, SIZES, Matrix, num_cases
 from draftgather.bench.paths import FLOOR, PATHS, PLAIN, BytesDiffer, RowPath, Workload
 from draftgather.bench.report import read_report
 from draftgather.bench.timing import busy_core, interleaved
-from draftgather.cli import app
 from draftgather.draft_assembler import DraftAssembler
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import draftgather as dg
-from draftgather.cli import app
+from draftgather.bench.cli import app
 from draftgather.draft_assembler import DraftAssembler
 from draftgather.draft_batch import DraftBatch
 
@@ -120,7 +120,7 @@ def test_bad_traces(tmp_path: Path) -> None:
 
 def test_an_unwritable_file_is_noticed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a long run whose figures are lost, and against overwriting the trace."""
-    monkeypatch.setattr("draftgather.cli.replay", lambda *_: pytest.fail("the run was started"))
+    monkeypatch.setattr("draftgather.bench.cli.replay", lambda *_: pytest.fail("the run was started"))
     trace = tmp_path / "t"
     trace.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1}\n')
     for path in (tmp_path, tmp_path / "missing" / "f.json"):

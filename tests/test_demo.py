@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftgather import draft_assembler, launch
-from draftgather.arrivals import Arrival, generate
+from draftgather.bench.arrivals import Arrival, generate
 from draftgather.bench.demo import DemoFigures, DemoOptions, PoolIndices, RowSource, replay, same_bytes
 from draftgather.draft_assembler import DraftAssembler
 from draftgather.draft_batch import DraftBatch

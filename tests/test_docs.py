@@ -42,7 +42,7 @@ ELSEWHERE = {
     "pytest examples": (".ci/run", "pytest examples"),
     "draftgather bench --gpu-check": (".ci/run", "bench.gpu_check --dry"),
     "draftgather bench --sglang": (".ci/sglang", "draftgather bench \\\n  --sglang"),
-    "pip install": (".ci/run", "pip install --quiet --no-deps \"$work\"/dist"),
+    "pip install": (".ci/run", 'pip install --quiet --no-deps "$work"/dist'),
 }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftgather import doctor
-from draftgather.doctor import DeviceReport, diagnose, examine
+from draftgather.bench import doctor
+from draftgather.bench.doctor import DeviceReport, diagnose, examine
 from draftgather.draft_assembler import DraftAssembler
 from draftgather.machine import Machine
 

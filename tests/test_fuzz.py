@@ -31,7 +31,7 @@ from hypothesis.errors import HypothesisException
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import draftgather as dg
-from draftgather.arrivals import Arrival, TraceError, read_trace
+from draftgather.bench.arrivals import Arrival, TraceError, read_trace
 from draftgather.machine import Machine
 from helpers import (
     EXACT,

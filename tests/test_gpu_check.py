@@ -22,10 +22,10 @@ from draftgather import launch as launch_module
 from draftgather import machine as machine_module
 from draftgather.bench import gpu_check as check_module
 from draftgather.bench import gpu_device as device_module
+from draftgather.bench.cli import app
 from draftgather.bench.gpu_check import BUDGET_S, DRY, PARTS, check_no_waits, gpu_check, run_parts
 from draftgather.bench.gpu_device import Device, DryDevice, Profile
 from draftgather.bench.gpu_report import Report, Section
-from draftgather.cli import app
 from draftgather.completion import DONE
 from draftgather.kernels.gather_rows import gather_rows
 from draftgather.kernels.gather_rows_torch import gather_rows_torch

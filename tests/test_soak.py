@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 import draftgather as dg
 from draftgather import draft_assembler, mailbox
 from draftgather.bench import soak as soak_module
+from draftgather.bench.cli import app
 from draftgather.bench.demo import same_bytes
 from draftgather.bench.soak import DRIFT_BOUND_BYTES, NUM_SAMPLES, Reference, SoakOptions, soak
-from draftgather.cli import app
 from draftgather.machine import Machine
 
 # As short as can be: until each fault has had its turn.

@@ -20,15 +20,15 @@ from rich.progress import Progress
 from rich.table import Table
 
 from draftgather import __version__
-from draftgather.arrivals import Arrival, TraceError, generate, read_trace
+from draftgather.bench.arrivals import Arrival, TraceError, generate, read_trace
 from draftgather.bench.demo import DemoFigures, DemoOptions, replay, torch_threads
+from draftgather.bench.doctor import Diagnosis, diagnose
 from draftgather.bench.environment import environment
 from draftgather.bench.matrix import FULL, Figure, Matrix, num_cases, run
 from draftgather.bench.paths import PATHS, BytesDiffer
 from draftgather.bench.report import NotAReport, comparison_table, read_report, tables, to_lines
 from draftgather.bench.report import compare as compare_reports
 from draftgather.bench.soak import DRIFT_BOUND_BYTES, NUM_SAMPLES, SoakOptions, SoakReport, soak
-from draftgather.doctor import Diagnosis, diagnose
 
 # Without markup and pretty exceptions: errors are plain lines, in a pipe too.
 app = typer.Typer(
