@@ -19,7 +19,8 @@ from draftgather.errors import MailboxFullError, Problem, SlotError, raise_probl
 from draftgather.fields import TAG_WORDS, Field, RecordLayout
 from draftgather.kernels.row_tables import FieldSource, RowTable
 from draftgather.memory import allocate_slab, can_pin
-from draftgather.rows import has_memory, row_problem, to_row
+from draftgather.records import BufferInfo, Move, RecordMoves, as_owner
+from draftgather.rows import has_memory
 from draftgather.slot_numbers import SlotNumbers
 
 # What a slot is. A slot that is being freed stays WRITTEN or HELD to nobody: it is DRAINING.
@@ -28,17 +29,8 @@ _STATE_WORDS = ("free", "not written", "written", "released, with a launch that 
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
-_CPU = torch.device("cpu")
 _TAG = struct.Struct(f"={TAG_WORDS}q")
 _memmove = ctypes.memmove
-
-
-def _owner(owner: int) -> int:
-    if type(owner) is int and -(1 << 63) <= owner < 1 << 63:
-        return owner
-    if isinstance(owner, (int, np.integer)) and -(1 << 63) <= owner < 1 << 63:
-        return int(owner)
-    raise ValueError(f"owner is {owner!r}, expected a 64-bit integer")
 
 
 def _holds(own: Field, field: Field) -> bool:
@@ -57,14 +49,6 @@ class _Reader(NamedTuple):
 
 # Beyond so many launches in flight, those that are done are looked for behind those that are not.
 _MANY_READERS = 64
-
-
-class BufferInfo(NamedTuple):
-    """The one packed entry with which a transfer engine registers the mailbox and writes whole records."""
-
-    address: int  # of record 0
-    num_bytes: int  # of the slab
-    record_bytes: int  # record i lies at address + i * record_bytes
 
 
 class DraftMailbox:
@@ -101,12 +85,10 @@ class DraftMailbox:
         self.is_pinned = pin and self._slab.is_pinned()
         self._address = self._slab.data_ptr()
         self._record_bytes, self._tag_offset = self.layout.record_bytes, self.layout.tag_offset
-        self._places = tuple(
-            (field, (field.width,), field.dtype, field.row_bytes, offset)
-            for field, offset in zip(self.fields, self.layout.offsets, strict=True)
-        )
+        self._moves = RecordMoves(self.layout)
         self.optional_fields = self.layout.optional_fields
-        self._spans = tuple([(offset, offset + num_bytes) for _, _, _, num_bytes, offset in self._places])
+        places = zip(self.fields, self.layout.offsets, strict=True)
+        self._spans = tuple([(offset, offset + field.row_bytes) for field, offset in places])
         self._views = {field.name: self._field_view(i) for i, field in enumerate(self.fields)}
         tag_item = self.layout.tag_offset // 8
         record_items = self.layout.record_bytes // 8
@@ -190,30 +172,8 @@ class DraftMailbox:
         """
         if type(slot) is not int or not 0 <= slot < self.num_slots:
             slot = self._slot(slot)
-        owner = _owner(owner)
-        record = self._address + slot * self._record_bytes
-        moves, present = [], []
-        for field, shape, dtype, num_bytes, offset in self._places:
-            row = rows.pop(field.name, None)
-            if not (
-                type(row) is torch.Tensor
-                and row.dtype is dtype
-                and row.layout is torch.strided
-                and not row.is_nested
-                and row.shape == shape
-                and row.is_cpu
-                and row.is_contiguous()
-                and not row.is_neg()
-                and row.untyped_storage().nbytes() >= row.storage_offset() * dtype.itemsize + num_bytes
-            ):
-                row = self._converted(field, row, slot)
-            if field.optional:
-                present.append(row is not None)
-            if row is not None:
-                # `row` rides along so that a converted copy lives until it is moved.
-                moves.append((record + offset, row.data_ptr(), num_bytes, row))
-        if rows:
-            raise ValueError(f"unknown fields {sorted(rows)}; the mailbox has {[field.name for field in self.fields]}")
+        owner = as_owner(owner)
+        moves, present = self._moves.of(self._address + slot * self._record_bytes, rows, slot, "slot")
         self._write(slot, owner, moves, present)
 
     def admit(self, owner: int, rows: Iterable[memoryview]) -> int:
@@ -221,7 +181,7 @@ class DraftMailbox:
 
         rows: the bytes of a dense row of each field, in their order; none is absent. Gives the slot.
         """
-        owner = _owner(owner)
+        owner = as_owner(owner)
         with self._lock:
             slot = self._take_slot()
             self._being_put[slot] = 1
@@ -247,7 +207,7 @@ class DraftMailbox:
         """
         if len(slots) != len(owners):
             raise ValueError(f"{len(slots)} slots but {len(owners)} owners")
-        wanted = list(zip(slots, map(_owner, owners), strict=True))
+        wanted = list(zip(slots, map(as_owner, owners), strict=True))
         with self._lock:
             self._drain()
             self._refuse(
@@ -358,18 +318,8 @@ class DraftMailbox:
             return None
         return f"is {shown(slot)}", f"an integer from 0 to {self.num_slots - 1}"
 
-    def _converted(self, field: Field, row: object, slot: int) -> torch.Tensor | None:
-        """The row as a contiguous tensor of exactly the field's width and dtype."""
-        problem = row_problem(field, row, slot, f"slot {slot}", _CPU)
-        if problem is not None:
-            raise_problems([problem])
-        tensor = to_row(field, row)
-        return None if tensor is None else tensor.detach()[: field.width].to(field.dtype).resolve_neg().contiguous()
-
-    def _write(
-        self, slot: int, owner: int, moves: Sequence[tuple[int, int, int, object]], present: Sequence[bool]
-    ) -> None:
-        """Move the bytes in (destination, source, bytes, what keeps the source alive), and show the record."""
+    def _write(self, slot: int, owner: int, moves: Sequence[Move], present: Sequence[bool]) -> None:
+        """Move the bytes in, and show the record."""
         generation = self._begin_write(slot, owner)
         try:
             for destination, source, num_bytes, _ in moves:
