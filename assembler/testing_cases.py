@@ -54,7 +54,7 @@ def _case(name: str, harm: str, needs_rows: bool = True) -> Callable[[_Run], _Ru
 @_case("stateless", "the first decode step finds no draft input and dies, or a draft input that nobody expects", False)
 def _stateless(kit: Kit) -> None:
     """None, if and only if the algorithm says that it is stateless."""
-    for overlap in (True, False):
+    for overlap in (False, True):
         for requests in ([], kit.requests(2)):
             future_map = kit.future_map()
             before = snapshot(future_map)
@@ -74,14 +74,14 @@ def _row_order(kit: Kit) -> None:
         if all(same_bytes(kit.expected(f, request), kit.expected(f, everyone[0])) for request in everyone):
             raise ValueError(f"the contract gives all requests one row of {f.name}: swapped rows would not be seen")
     for requests in (everyone[:1], everyone[:3], everyone[2::-1], everyone, everyone[::-1]):
-        for overlap in (True, False):
+        for overlap in (False, True):
             _built(kit, requests, overlap)
 
 
 @_case("bonus tokens", "the draft continues from a token that the target never sampled")
 def _bonus_tokens(kit: Kit) -> None:
     """The bonus tokens are the last tokens, int64, one a request, in an empty batch too."""
-    for overlap in (True, False):
+    for overlap in (False, True):
         for requests in (kit.requests(3), []):
             draft_input = kit.build(kit.batch(requests, overlap), kit.future_map())
             _check_tokens(draft_input, requests)
@@ -92,7 +92,7 @@ def _resumed(kit: Kit) -> None:
     """The same request again, with other batches in between, and at another pool index: the same rows."""
     first, others = kit.requests(3), kit.requests(3, first=3)
     elsewhere = replace(first[1], pool_index=255)
-    for overlap in (True, False):
+    for overlap in (False, True):
         future_map = kit.future_map()
         for requests in (first, others[:2], [others[2], first[1]], [elsewhere, others[0]]):
             _built(kit, requests, overlap, future_map)
@@ -102,7 +102,7 @@ def _resumed(kit: Kit) -> None:
 def _two_in_flight(kit: Kit) -> None:
     """Batch B is built before A is used: A's tensors stay, and both are resolved right."""
     first, second = kit.requests(3), kit.requests(3, first=3)
-    for overlap in (True, False):
+    for overlap in (False, True):
         future_map = kit.future_map()
         earlier = kit.build(kit.batch(first, overlap), future_map)
         later = kit.build(kit.batch(second, overlap), future_map)
@@ -118,7 +118,7 @@ def _two_in_flight(kit: Kit) -> None:
 def _copies(kit: Kit) -> None:
     """What requests brought may be overwritten after the call."""
     requests = kit.requests(3)
-    for overlap in (True, False):
+    for overlap in (False, True):
         batch, future_map = kit.batch(requests, overlap), kit.future_map()
         draft_input = kit.build(batch, future_map)
         for req in batch.reqs:
@@ -142,7 +142,7 @@ def _odd_rows(kit: Kit) -> None:
         return torch.cat([row[:1], row])[1:]
 
     for spoil in (strided, shifted):
-        for overlap in (True, False):
+        for overlap in (False, True):
             future_map = kit.future_map()
             draft_input = kit.build(kit.batch(requests, overlap, spoil), future_map)
             with Telling(f"rows that are {spoil.__name__}: "):
@@ -157,7 +157,7 @@ def _odd_rows(kit: Kit) -> None:
 @_case("empty batch", "an idle data-parallel rank crashes, or its untyped stub breaks the next merge")
 def _empty(kit: Kit) -> None:
     """Typed zero-row tensors, and nothing relayed."""
-    for overlap in (True, False):
+    for overlap in (False, True):
         future_map = kit.future_map()
         before = snapshot(future_map)
         draft_input = kit.build(kit.batch([], overlap), future_map)
@@ -173,7 +173,7 @@ def _empty(kit: Kit) -> None:
 def _idle(kit: Kit) -> None:
     """A zero-row draft input merges into a busy one, and a busy one into it."""
     requests = kit.requests(3)
-    for overlap in (True, False):
+    for overlap in (False, True):
         for is_own in (True, False):
             for is_busy_first in (True, False):
                 future_map = kit.future_map()
@@ -194,7 +194,7 @@ def _missing(kit: Kit) -> None:
     required = [f for f in kit.fields if not f.optional]
     if not required:
         raise NotApplicable("no field is required")
-    for overlap in (True, False):
+    for overlap in (False, True):
         for f in required:
             for position in (0, 2):
                 batch = kit.batch(requests, overlap)
@@ -214,7 +214,7 @@ def _optional(kit: Kit) -> None:
     for f in optional:
         for lacking in ((), (1,), (0, 1, 2)):
             mixed = [_without(request, f) if i in lacking else request for i, request in enumerate(requests)]
-            for overlap in (True, False):
+            for overlap in (False, True):
                 future_map = kit.future_map()
                 kit.build(kit.batch(requests, overlap), future_map)  # the former owners, who had all
                 draft_input = kit.build(kit.batch(mixed, overlap), future_map)
@@ -258,7 +258,7 @@ def _unwritten(kit: Kit) -> None:
         raise NotApplicable("no draft rows are handed over")
     requests = kit.requests(3)
     for f in kit.fields:
-        for overlap in (True, False):
+        for overlap in (False, True):
             batch = kit.batch(requests, overlap, lambda i, g, row, f=f: row[None] if (i, g) == (2, f) else row)  # type: ignore[misc]
             before = [dict(vars(thing)) for thing in (batch, *batch.reqs)]
             bits = [_frozen(values) for values in before]
@@ -308,7 +308,7 @@ def _no_relay(kit: Kit) -> None:
 def _filter_merge(kit: Kit) -> None:
     """Rows stay with their requests when batches are filtered and merged, in both modes, then resolved."""
     requests = kit.requests(5)
-    for overlap in (True, False):
+    for overlap in (False, True):
         future_map = kit.future_map()
         running = kit.build(kit.batch(requests[:3], overlap), future_map)
         arriving = kit.build(kit.batch(requests[3:], overlap), future_map)
@@ -344,7 +344,7 @@ def _changed(kit: Kit) -> None:
     """Batches under each of the settings, then under the first again: rows as wide as each says."""
     kits = _other_kits(kit)
     for other in (kit, *kits, kit):
-        for overlap in (True, False):
+        for overlap in (False, True):
             _built(other, other.requests(3), overlap)
 
 
@@ -358,7 +358,7 @@ def _live(kit: Kit) -> None:
     for other in (kit, *kits, kit):
         vars(live).clear()
         vars(live).update(vars(other.settings))
-        for overlap in (True, False):
+        for overlap in (False, True):
             _built(other.with_settings(live), other.requests(3), overlap)
 
 
@@ -369,7 +369,7 @@ def _no_device_read(kit: Kit) -> None:
     batches = [requests, []]
     batches += [[_without(requests[0], f), *requests[1:]] for f in kit.fields if f.optional]
     for some in batches:
-        for overlap in (True, False):
+        for overlap in (False, True):
             batch, future_map = kit.batch(some, overlap), kit.future_map()
             with DeviceReads() as reads:
                 kit.build(batch, future_map)
@@ -427,7 +427,7 @@ def _check_spoiled(
     kit: Kit, requests: Sequence[Request], f: Field, spoil: Callable[[torch.Tensor], torch.Tensor], what: str
 ) -> None:
     for positions in ((0,), (2,), (0, 1, 2)):
-        for overlap in (True, False):
+        for overlap in (False, True):
 
             def spoiled(i: int, g: Field, row: torch.Tensor, positions: tuple[int, ...] = positions) -> torch.Tensor:
                 return spoil(row) if g is f and i in positions else row

@@ -247,13 +247,13 @@ class Kit:
             if other.rid != request.rid and other.rows[f.name] is not None:
                 if same_bytes(got, self.expected(f, other)):
                     return (
-                        f"row {i} of {f.name} is request {other.rid!r}'s, not {request.rid!r}'s: {request.rid} would "
-                        f"be drafted from {other.rid}'s {f.name}, and nothing would crash"
+                        f"row {i} of {f.name} is that of request {other.rid!r}, not of {request.rid!r}: {request.rid} "
+                        f"would be drafted from {other.rid}'s {f.name}, and nothing would crash"
                     )
         if not _bytes(got).any():
             return f"row {i} of {f.name} is all zeros: made up, where request {request.rid!r} brought a row"
         wrong = (_bytes(got) != _bytes(self.expected(f, request))).nonzero()[0].item()
-        return f"row {i} of {f.name} is not request {request.rid!r}'s: it differs from byte {wrong} on"
+        return f"row {i} of {f.name} is not that of request {request.rid!r}: it differs from byte {wrong} on"
 
 
 class Telling:
