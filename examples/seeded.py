@@ -37,12 +37,10 @@ def map_seeds(positions: torch.Tensor, batch: Any) -> torch.Tensor:
 
     Tensor operations only: to look at a seed on the host would wait for the device.
     """
-    num_pool_rows, max_len = batch.req_to_token.shape
-    lengths = batch.seq_lens.clamp(max=max_len)[:, None]
+    lengths = batch.seq_lens.clamp(max=batch.req_to_token.shape[1])[:, None]
     is_known = (positions >= 0) & (positions < lengths)
-    rows = batch.req_pool_indices.clamp(0, num_pool_rows - 1)[:, None].long()
     # Positions that are not known are looked up at 0, and what is found there is not used.
-    slots = batch.req_to_token[rows, torch.where(is_known, positions, 0).long()]
+    slots = batch.req_to_token[batch.req_pool_indices[:, None], torch.where(is_known, positions, 0).long()]
     is_mapped = (is_known & (slots > 0)).all(dim=1, keepdim=True)
     return torch.where(is_mapped, slots, NO_SEED).to(torch.int32)
 

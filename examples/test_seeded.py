@@ -105,6 +105,14 @@ def test_slots_that_are_not_allocated():
     assert mapped.tolist() == [[-1, -1, -1], [70, 71, 71]]
 
 
+def test_sequences_that_are_longer_than_the_table():
+    """Guards against a read past the table's end, for which a device stops the whole engine."""
+    batch = make_batch()
+    batch.seq_lens = torch.tensor([9, 2])
+    mapped = seeded.map_seeds(torch.tensor([[0, 1, 5], [0, 1, 1]], dtype=torch.int32), batch)
+    assert mapped.tolist() == [[-1, -1, -1], [70, 71, 71]]
+
+
 def prebuilt(seeds) -> dg.ScheduleBatch:
     """A batch of two, run as an engine runs it; the map with a former owner's seeds."""
     seeded.register()
