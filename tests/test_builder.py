@@ -446,3 +446,247 @@ def test_short_way_leaves_the_rest_to_the_long_one(spoil):
     batch = make_batch(rows, overlap=False)
     with pytest.raises(error, match=str(batch.reqs[1].rid)):
         build(batch, None)
+
+
+# -- any fields: build_disagg_draft_input
+
+ANY_FIELDS = (
+    dg.Field("hidden_states", 6, torch.bfloat16),
+    dg.Field("counts", 3, torch.int32),
+    dg.Field("seed", 5, torch.int32, optional=True),
+)
+ATTRIBUTES = {"seed": "prefill_seed"}
+
+
+def any_batch(num_rows: int = 3, overlap: bool = True, lacking=(), **of_request):
+    """The rows, and a batch of requests that bring them; those of `lacking` have no seed."""
+    rows = random_rows(ANY_FIELDS, num_rows)
+    for i in lacking:
+        rows["seed"][i] = None
+    names = ("hidden_states_tensor", "counts", "prefill_seed")
+    reqs = [
+        SimpleNamespace(
+            rid=f"r{i}",
+            **dict(zip(names, row_of(rows, i).values(), strict=True)),
+            **{name: values[i] for name, values in of_request.items()},
+        )
+        for i in range(num_rows)
+    ]
+    count = torch.arange(num_rows)
+    batch = SimpleNamespace(
+        reqs=reqs, device="cpu", enable_overlap=overlap, req_pool_indices=3 * count + 2, seq_lens=10 + count
+    )
+    return rows, batch
+
+
+def build_any(batch, future_map, fields=ANY_FIELDS, attributes=ATTRIBUTES, **more) -> dg.EagleDraftInput:
+    tokens = 500 + torch.arange(len(batch.reqs))
+    return dg.build_disagg_draft_input(batch, tokens, future_map, fields, attributes, **more)
+
+
+def assert_any_relayed(future_map, rows) -> None:
+    count = range(len(rows["counts"]))
+    assert_relayed(future_map, [3 * i + 2 for i in count], [10 + i for i in count], [500 + i for i in count], rows)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("num_rows", [0, 1, 3])
+def test_any_fields(num_rows, overlap):
+    """Guards field lists that are not EAGLE's: EAGLE's names in their places, the others in extras."""
+    rows, batch = any_batch(num_rows, overlap)
+    future_map = poisoned_map(ANY_FIELDS)
+    draft_input = build_any(batch, future_map, capture_hidden_mode=dg.CaptureHiddenMode.FULL)
+    for field in ANY_FIELDS:
+        assert draft_input.rows(field.name).dtype is field.dtype
+        assert_bytes(draft_input.rows(field.name), stacked(field, rows[field.name], num_rows), field.name)
+    assert draft_input.extras.keys() == {"counts", "seed"}
+    assert (draft_input.topk_p, draft_input.topk_index) == (None, None)
+    assert draft_input.capture_hidden_mode is dg.CaptureHiddenMode.FULL
+    assert draft_input.present == {"seed": True}
+    if overlap:
+        assert draft_input.future_indices is batch.req_pool_indices
+        assert_any_relayed(future_map, rows)
+    else:
+        assert draft_input.future_indices is None
+        assert_poisoned(*relay_tensors(future_map).values())
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_optional_row_of_one_request_is_absent(overlap):
+    """Guards a mixed batch: None and present, no made-up row; the others' relay rows are valid, its own is not."""
+    rows, batch = any_batch(3, overlap, lacking=[1])
+    future_map = poisoned_map(ANY_FIELDS)
+    draft_input = build_any(batch, future_map)
+    assert draft_input.present == {"seed": False}
+    assert draft_input.rows("seed") is None
+    assert_bytes(draft_input.rows("counts"), stacked(ANY_FIELDS[1], rows["counts"], 3))
+    if overlap:
+        assert_any_relayed(future_map, rows)
+
+
+def doubled(rows: torch.Tensor, batch) -> torch.Tensor:
+    return rows * 2 + batch.req_pool_indices[:, None].to(rows.dtype)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_post_gather_sees_the_final_layout_and_its_result_is_relayed(overlap):
+    """Guards the hook (O13): rows [b, width] in the batch's order, once a batch, and what it gives is relayed."""
+    rows, batch = any_batch(3, overlap)
+    future_map, seen = poisoned_map(ANY_FIELDS), []
+
+    def hook(given, given_batch):
+        seen.append((given.clone(), given_batch))
+        return doubled(given, given_batch)
+
+    draft_input = build_any(batch, future_map, post_gather={"seed": hook})
+    ((given, given_batch),) = seen
+    assert given_batch is batch
+    assert_bytes(given, stacked(ANY_FIELDS[2], rows["seed"], 3))
+    rows["seed"] = list(doubled(given, batch))
+    assert_bytes(draft_input.rows("seed"), stacked(ANY_FIELDS[2], rows["seed"], 3))
+    if overlap:
+        assert draft_input.future_indices is batch.req_pool_indices
+        assert_any_relayed(future_map, rows)
+    else:
+        assert_poisoned(*relay_tensors(future_map).values())
+
+
+@pytest.mark.parametrize("lacking", [[0], [1], [0, 1, 2]])
+def test_post_gather_of_a_field_that_some_lack(lacking):
+    """Guards the hook from rows that are not there: not called, and the batch and the map go on without the field."""
+    rows, batch = any_batch(3, lacking=lacking)
+    future_map = poisoned_map(ANY_FIELDS)
+    draft_input = build_any(batch, future_map, post_gather={"seed": lambda rows, batch: pytest.fail("called")})
+    assert draft_input.present == {"seed": False}
+    assert draft_input.rows("seed") is None
+    assert_any_relayed(future_map, {**rows, "seed": [None] * 3})
+
+
+def test_post_gather_of_an_empty_batch():
+    """Guards an idle rank: no hook is called, the tensors are typed, nothing is relayed."""
+    _, batch = any_batch(0)
+    future_map = poisoned_map(ANY_FIELDS)
+    draft_input = build_any(batch, future_map, post_gather={"counts": lambda rows, batch: pytest.fail("called")})
+    assert (draft_input.rows("counts").shape, draft_input.rows("counts").dtype) == ((0, 3), torch.int32)
+    assert_poisoned(*relay_tensors(future_map).values())
+
+
+BAD_HOOKS = {
+    "nothing": (lambda rows, batch: None, "gave None, expected"),
+    "a list": (lambda rows, batch: rows.tolist(), r"gave \[\[.*expected \[3, 5\] torch.int32 on cpu"),
+    "narrower": (lambda rows, batch: rows[:, :4], r"gave \[3, 4\] torch.int32 on cpu, expected \[3, 5\] torch.int32"),
+    "one row": (lambda rows, batch: rows[:1], r"gave \[1, 5\] torch.int32 on cpu, expected \[3, 5\]"),
+    "dtype": (lambda rows, batch: rows.long(), r"gave \[3, 5\] torch.int64 on cpu, expected \[3, 5\] torch.int32"),
+    "device": (
+        lambda rows, batch: rows.to("meta"),
+        r"gave \[3, 5\] torch.int32 on meta, expected \[3, 5\] torch.int32 on cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("bad", BAD_HOOKS)
+def test_post_gather_that_gives_other_rows(bad, overlap):
+    """Guards the relay from rows of another kind: refused with the field's name, and nothing written."""
+    hook, words = BAD_HOOKS[bad]
+    _, batch = any_batch(3, overlap)
+    future_map = poisoned_map(ANY_FIELDS)
+    with pytest.raises(ValueError, match=f"post_gather of seed {words}"):
+        build_any(batch, future_map, post_gather={"seed": hook})
+    assert_poisoned(*relay_tensors(future_map).values())
+
+
+def test_post_gather_that_raises():
+    """Guards the map from a publish without its stash: a hook's own error comes before both."""
+    _, batch = any_batch()
+    future_map = poisoned_map(ANY_FIELDS)
+    with pytest.raises(ZeroDivisionError):
+        build_any(batch, future_map, post_gather={"seed": lambda rows, batch: 1 // 0})
+    assert_poisoned(*relay_tensors(future_map).values())
+
+
+@pytest.mark.parametrize("more", [{"attributes": {"sead": "x"}}, {"post_gather": {"sead": doubled}}])
+def test_names_that_are_no_fields(more):
+    """Guards against a misspelt field, whose hook or attribute would be left out in silence."""
+    _, batch = any_batch()
+    with pytest.raises(ValueError, match=r"name \['sead'\], but the fields are \['hidden_states', 'counts', 'seed'\]"):
+        build_any(batch, poisoned_map(ANY_FIELDS), **more)
+
+
+@pytest.mark.parametrize("post_gather", [None, {"seed": doubled}])
+@pytest.mark.parametrize("bad", ["lengths", "indices", "repeated", "out of range", "map", "no map"])
+def test_relay_errors_come_before_anything_is_written(bad, post_gather):
+    """Guards the batch with a hook, which is published and then stashed: what stash refuses, publish never saw."""
+    _, batch = any_batch()
+    fields = ANY_FIELDS if bad != "map" else (*ANY_FIELDS[:1], dg.Field("counts", 4, torch.int32), ANY_FIELDS[2])
+    future_map = poisoned_map(fields)
+    if bad == "lengths":
+        batch.seq_lens = batch.seq_lens[:2]
+    elif bad in ("indices", "repeated", "out of range"):
+        wrong = {"indices": [2, 5], "repeated": [2, 5, 2], "out of range": [2, 5, 32]}[bad]
+        batch.req_pool_indices = torch.tensor(wrong)
+    with pytest.raises(dg.RelayError):
+        build_any(batch, None if bad == "no map" else future_map, post_gather=post_gather)
+    assert_poisoned(*relay_tensors(future_map).values())
+
+
+@pytest.mark.parametrize("post_gather", [None, {"seed": doubled}])
+@pytest.mark.parametrize("name", ["hidden_states_tensor", "counts"])
+def test_missing_rows_of_any_fields(name, post_gather):
+    """Guards required fields of any name: the request is named, and nothing is written."""
+    _, batch = any_batch()
+    delattr(batch.reqs[2], name)
+    future_map = poisoned_map(ANY_FIELDS)
+    with pytest.raises(dg.MissingRowError, match="request 'r2'"):
+        build_any(batch, future_map, post_gather=post_gather)
+    assert_poisoned(*relay_tensors(future_map).values())
+
+
+@pytest.mark.parametrize("post_gather", [None, {"seed": doubled}])
+def test_foreign_map_of_any_fields(post_gather):
+    """Guards an engine's own map: exactly publish, then stash, with the rows that the hook gave."""
+    rows, batch = any_batch()
+    future_map = ForeignMap()
+    draft_input = build_any(batch, future_map, post_gather=post_gather)
+    assert [name for name, _ in future_map.calls] == ["publish", "stash"]
+    (published_at, seq_lens), (stashed_at, stashed) = (arguments for _, arguments in future_map.calls)
+    assert published_at is stashed_at is draft_input.future_indices is batch.req_pool_indices
+    assert seq_lens is batch.seq_lens
+    assert stashed is draft_input
+    expected = torch.stack(rows["seed"])
+    assert torch.equal(stashed.rows("seed"), expected if post_gather is None else doubled(expected, batch))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.parametrize("post_gather", [None, {"seed": doubled}])
+def test_slots_of_any_fields(is_mixed, overlap, post_gather):
+    """Guards the mailbox with any fields: by slots, or a slot beside a request with its own rows."""
+    rows, batch = any_batch(3, overlap, draft_slot=[5, None if is_mixed else 6, 7])
+    mailbox = dg.DraftMailbox(ANY_FIELDS, 8, pin_memory=False)
+    for i, req in enumerate(batch.reqs):
+        if req.draft_slot is not None:
+            mailbox.put(req.draft_slot, 100 + i, **row_of(rows, i))
+            req.hidden_states_tensor = req.counts = req.prefill_seed = None
+    dg.use_mailbox(mailbox)
+    future_map = poisoned_map(ANY_FIELDS)
+    draft_input = build_any(batch, future_map, post_gather=post_gather)
+    if post_gather is not None:
+        rows["seed"] = list(doubled(torch.stack(rows["seed"]), batch))
+    for field in ANY_FIELDS:
+        assert_bytes(draft_input.rows(field.name), stacked(field, rows[field.name], 3), field.name)
+    if overlap:
+        assert_any_relayed(future_map, rows)
+
+
+def test_bad_slot_of_any_fields():
+    """Guards against another request's record, with any fields and a hook."""
+    rows, batch = any_batch(3, draft_slot=[5, 6, 7], draft_owner=[100, 101, 999])
+    mailbox = dg.DraftMailbox(ANY_FIELDS, 8, pin_memory=False)
+    for i, req in enumerate(batch.reqs):
+        mailbox.put(req.draft_slot, 100 + i, **row_of(rows, i))
+    dg.use_mailbox(mailbox)
+    future_map = poisoned_map(ANY_FIELDS)
+    with pytest.raises(dg.SlotError, match="request 'r2': slot is 7, which is owned by 102, expected owner 999"):
+        build_any(batch, future_map, post_gather={"seed": doubled})
+    assert_poisoned(*relay_tensors(future_map).values())

@@ -1,0 +1,10 @@
+"""The contract kit's plug-in, and the examples' folder on the path."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+pytest_plugins = ["draftgather.testing"]
