@@ -29,6 +29,8 @@ from draftgather.errors import (
 from draftgather.fields import Field, RecordLayout, eagle_fields
 from draftgather.future_map import FutureMap, Relay
 from draftgather.mailbox import BufferInfo, DraftMailbox
+from draftgather.observe import Metrics, metrics
+from draftgather.ranges import profile_ranges
 from draftgather.routes import Route, RouteRule
 from draftgather.schedule_batch import ScheduleBatch
 
@@ -51,6 +53,7 @@ __all__ = [
     "FutureMap",
     "LayoutError",
     "MailboxFullError",
+    "Metrics",
     "MissingRowError",
     "Problem",
     "RecordLayout",
@@ -68,5 +71,7 @@ __all__ = [
     "__version__",
     "build_eagle_disagg_draft_input",
     "eagle_fields",
+    "metrics",
+    "profile_ranges",
     "use_mailbox",
 ]
