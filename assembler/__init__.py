@@ -29,6 +29,8 @@ from draftgather.errors import (
 from draftgather.fields import Field, RecordLayout, eagle_fields
 from draftgather.future_map import FutureMap, Relay
 from draftgather.mailbox import DraftMailbox
+from draftgather.observe import Metrics, metrics
+from draftgather.ranges import profile_ranges
 from draftgather.records import BufferInfo, MailboxAddress, RecordWriter
 from draftgather.routes import Route, RouteRule
 from draftgather.schedule_batch import ScheduleBatch
@@ -53,6 +55,7 @@ __all__ = [
     "LayoutError",
     "MailboxAddress",
     "MailboxFullError",
+    "Metrics",
     "MissingRowError",
     "Problem",
     "RecordLayout",
@@ -72,5 +75,7 @@ __all__ = [
     "build_disagg_draft_input",
     "build_eagle_disagg_draft_input",
     "eagle_fields",
+    "metrics",
+    "profile_ranges",
     "use_mailbox",
 ]

@@ -16,8 +16,13 @@ from draftgather.locate import Located
 from draftgather.machine import Machine
 from draftgather.mailbox import Int64Array
 from draftgather.memory import allocate_slab
+from draftgather.notices import WARNINGS
+from draftgather.tallies import StagingCounts
 
 _ALIGNMENT = 16
+
+# A ring that grows beyond so many buffers is told.
+_MANY_BUFFERS = 8
 
 
 class StagingBuffer:
@@ -88,6 +93,7 @@ class StagingRing:
         self._pin = pin
         self._buffers: list[StagingBuffer] = []
         self._next = 0
+        self.counts = StagingCounts()
 
     @property
     def num_buffers(self) -> int:
@@ -101,6 +107,16 @@ class StagingRing:
             if buffer.marker.query():
                 buffer.rewind()
                 return buffer
+            self.counts.busy += 1
+        self.counts.made += 1
+        if self.counts.made > _MANY_BUFFERS:
+            WARNINGS.warn(
+                "staging ring",
+                "a staging ring grew to %d buffers of %d bytes, for as many launches are in flight. Remedy: prepare "
+                "fewer batches ahead of the device, or look for a stream that waits for long",
+                self.counts.made,
+                self._buffer_bytes,
+            )
         self._buffers.append(StagingBuffer(self._buffer_bytes, self._pin))
         self._next = len(self._buffers) - 1
         return self._buffers[-1]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
+from time import perf_counter
 from types import MappingProxyType, SimpleNamespace
 
 import torch
@@ -38,19 +38,20 @@ from draftgather.locate import Located, locate_rows, locate_slots
 from draftgather.machine import Machine, as_device, machine_for
 from draftgather.mailbox import DraftMailbox, Int64Array
 from draftgather.memory import HostBlockCache
+from draftgather.notices import WARNINGS, tell_refusal
 from draftgather.outputs import FreshOutputs, OutputMemory, OutputMode, make_outputs
 from draftgather.routes import (
     DEFAULT_RULES,
     EMPTY,
     RECORDS_STAGED,
+    ROWS_ON_HOST,
     SLOTS_IN_PLACE,
     SLOTS_ON_HOST,
     Route,
     RouteRule,
     staged_by_rule,
 )
-
-_logger = logging.getLogger("draftgather")
+from draftgather.tallies import ASSEMBLERS, FUTURE_MAPS, MAILBOXES, AssemblerTally
 
 
 class DraftAssembler:
@@ -117,6 +118,9 @@ class DraftAssembler:
         self._last_relay: tuple[RelayMemory, RelayTables] | None = None
         self._plans: dict[object, LaunchPlan] = {}
         self._is_warm = False
+        self.tally = ASSEMBLERS.enter(self, AssemblerTally())
+        if self._ring is not None:
+            self.tally.staging = self._ring.counts
 
     # -- the two ways in
 
@@ -137,6 +141,24 @@ class DraftAssembler:
         batch_outputs=False: write the relay only.
         Raises SlotError, RelayError, CapacityError or CaptureError before anything is written.
         """
+        start = perf_counter()
+        try:
+            batch = self._assemble_slots(slots, owners, request_ids, relay, pad_to, batch_outputs)
+        except Exception as error:
+            self._refused("assemble_slots", error)
+            raise
+        self.tally.count(self.tally.slots_times, batch.route, batch.num_rows, perf_counter() - start)
+        return batch
+
+    def _assemble_slots(
+        self,
+        slots: Sequence[int] | torch.Tensor | Int64Array,
+        owners: Sequence[int] | torch.Tensor | Int64Array | None,
+        request_ids: Sequence[object] | None,
+        relay: Relay | None,
+        pad_to: int | None,
+        batch_outputs: bool,
+    ) -> DraftBatch:
         self._machine.refuse_capture()
         mailbox = self._the_mailbox()
         numbers = as_int64(slots, "slots")
@@ -177,6 +199,23 @@ class DraftAssembler:
         The rest as for `assemble_slots`. Raises MissingRowError, RowShapeError, RowDtypeError,
         RowDeviceError, RelayError, CapacityError or CaptureError before anything is written.
         """
+        start = perf_counter()
+        try:
+            batch = self._assemble_rows(request_ids, relay, pad_to, batch_outputs, rows)
+        except Exception as error:
+            self._refused("assemble_rows", error)
+            raise
+        self.tally.count(self.tally.rows_times, batch.route, batch.num_rows, perf_counter() - start)
+        return batch
+
+    def _assemble_rows(
+        self,
+        request_ids: Sequence[object] | None,
+        relay: Relay | None,
+        pad_to: int | None,
+        batch_outputs: bool,
+        rows: Mapping[str, Iterable[object] | None],
+    ) -> DraftBatch:
         self._machine.refuse_capture()
         lists = as_row_lists(rows)
         num_rows = check_row_lists(self.fields, lists)
@@ -202,14 +241,17 @@ class DraftAssembler:
 
         None where it takes more: a device, debug mode, fixed outputs, or a row that is not plainly right.
         """
+        start = perf_counter()
         if self._machine.has_kernel or self.debug or not isinstance(self._outputs, FreshOutputs):
             return None
-        tensors = {}
+        tensors, num_rows = {}, 0
         for field in self.fields:
             source = stacked_rows(field, rows[field.name], self._blocks)
             if source is None or source.stacked is None:
                 return None
             tensors[field.name] = source.stacked.tensor
+            num_rows = len(source.rows)
+        self.tally.count(self.tally.rows_times, ROWS_ON_HOST, num_rows, perf_counter() - start)
         return tensors
 
     # -- the same checks without raising
@@ -249,14 +291,21 @@ class DraftAssembler:
 
     # -- inside
 
+    def _refused(self, call: str, error: Exception) -> None:
+        self.tally.refusals.count(error)
+        tell_refusal(call, error)
+
     def _warm_up(self) -> None:
         many = FEW_SLOTS + 1
         mailbox = DraftMailbox(self.fields, 1, pin_memory=self._machine.pins)
+        MAILBOXES.leave_out(mailbox.tally)
         mailbox.put(
             0, 0, **{field.name: torch.zeros(field.width, dtype=field.dtype, device="cpu") for field in self.fields}
         )
         own = DraftAssembler(self.fields, self.device, many, mailbox, machine=self._machine)
+        ASSEMBLERS.leave_out(own.tally)
         future_map = FutureMap(self.fields, many + 1, self.device, machine=self._machine)
+        FUTURE_MAPS.leave_out(future_map.tally)
         indices = torch.arange(1, many + 1, device=self.device)
         relay, relay_one = (Relay(future_map, i, i, i) for i in (indices, indices[:1]))
         # At addresses that are multiples of 16, and at others.
@@ -349,8 +398,10 @@ class DraftAssembler:
                 return None
             self._plans[key] = plan
             if plan.is_new and self._is_warm:
-                _logger.warning(
-                    "draftgather: a kernel was compiled after warm-up, which takes long: route %s, rows of %s. Please "
+                self.tally.late_compiles += 1
+                WARNINGS.warn(
+                    "late compile",
+                    "a kernel was compiled after warm-up, which takes long: route %s, rows of %s. Please "
                     "report it, unless rows come in another dtype than their field's",
                     route,
                     [str(s.dtype) for s in d.sources] if rows else self._names,

@@ -14,13 +14,15 @@
     CaptureError(RuntimeError)     called while a CUDA graph is being captured
     AlgorithmError(ValueError)     a speculative algorithm's registration or hand-off is incomplete
 
-When one is raised nothing has been written: not the outputs, not the future map.
+When one is raised nothing has been written: not the outputs, not the future map. Each class's `remedy`, one
+sentence, goes into the log line about it, not into its message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -44,6 +46,8 @@ class Problem:
 class DraftRowError(ValueError):
     """Rows of a batch are bad. `problems` has one entry a bad row and field."""
 
+    remedy: ClassVar[str] = "abort these requests, or leave them out; `check_slots` and `check_rows` name them before"
+
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems: tuple[Problem, ...] = tuple(problems)
         shown = "; ".join(str(problem) for problem in self.problems[:8])
@@ -57,49 +61,85 @@ class DraftRowError(ValueError):
 class MissingRowError(DraftRowError):
     """A row that must be there is not, or was never written."""
 
+    remedy: ClassVar[str] = (
+        "let a request into a batch only when its hand-off is complete, or make the field `optional`"
+    )
+
 
 class RowShapeError(DraftRowError):
     """A row has another width or rank than its field."""
+
+    remedy: ClassVar[str] = "compare top-k, number of steps and hidden size of the prefill and the decode node"
 
 
 class RowDtypeError(DraftRowError):
     """A row has another dtype than its field, and converting it would not be exact."""
 
+    remedy: ClassVar[str] = (
+        "compare the dtypes of the prefill and the decode node, or allow the conversion by Field(..., allow_cast=True)"
+    )
+
 
 class RowDeviceError(DraftRowError):
     """A row lies where the assembler cannot read it."""
+
+    remedy: ClassVar[str] = "bring the row to the CPU or to the assembler's device before"
 
 
 class RowValueError(DraftRowError):
     """Debug mode only: an id outside the vocabulary, or a probability that is not finite."""
 
+    remedy: ClassVar[str] = (
+        "look for what writes into a row after it was handed over, and compare `vocab_size` with the model's"
+    )
+
 
 class SlotError(DraftRowError):
     """A slot is out of range, not written, torn, of another layout or of another owner."""
+
+    remedy: ClassVar[str] = (
+        "put or accept a slot before its batch, release it only after, and pass the owner that it was put for"
+    )
 
 
 class RelayError(ValueError):
     """What is to be relayed does not fit the future map."""
 
+    remedy: ClassVar[str] = (
+        "make the future map of the assembler's fields on its device, and give each row a future index of its own"
+    )
+
 
 class LayoutError(ValueError):
     """The two sides of a transfer lay out their records differently."""
+
+    remedy: ClassVar[str] = "start the prefill and the decode node with the same field list, in the same order"
 
 
 class CapacityError(ValueError):
     """More rows than the assembler was made for."""
 
+    remedy: ClassVar[str] = "make the assembler with a larger `max_batch_size`, or split the batch"
+
 
 class MailboxFullError(RuntimeError):
     """No slot is free. The caller keeps its own copy of the row; nothing waits here."""
+
+    remedy: ClassVar[str] = (
+        "make the mailbox with a larger `num_slots`, or release slots earlier; this row can be kept as a copy"
+    )
 
 
 class CaptureError(RuntimeError):
     """Called while a CUDA graph is being captured: slots and addresses would be frozen into the graph."""
 
+    remedy: ClassVar[str] = 'call before the capture, with outputs="fixed", and let the graph read those tensors'
+
 
 class AlgorithmError(ValueError):
     """A speculative algorithm is registered incompletely, or its hand-off yielded nothing."""
+
+    remedy: ClassVar[str] = "register the algorithm with all that its hand-off needs"
 
 
 def shown(value: object) -> str:

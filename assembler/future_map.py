@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,8 +17,10 @@ from draftgather.kernels.row_tables import FieldSource, LaunchDescriptor, RelayT
 from draftgather.launch import launch
 from draftgather.machine import Machine, as_device, machine_for
 from draftgather.memory import HostBlockCache, allocate_table
+from draftgather.notices import tell_refusal
 from draftgather.rows import has_memory
 from draftgather.slot_numbers import SlotNumbers
+from draftgather.tallies import FUTURE_MAPS, FutureMapTally
 
 _POISON = -1
 _INTEGER = RowFormat.of(1, torch.int64)
@@ -99,6 +102,7 @@ class FutureMap:
         if debug:
             self.new_seq_lens_buf.fill_(_POISON)
             self.output_tokens_buf.fill_(_POISON)
+        self.tally = FUTURE_MAPS.enter(self, FutureMapTally())
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("a FutureMap is not copied or pickled: its memory is at fixed addresses")
@@ -135,6 +139,13 @@ class FutureMap:
 
     def publish(self, future_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Write sequence lengths [b] and raise the fence. An empty batch does nothing."""
+        try:
+            self._publish(future_indices, seq_lens)
+        except Exception as error:
+            self._refused("publish", error)
+            raise
+
+    def _publish(self, future_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self._machine.refuse_capture()
         num_rows = self._check_indices(future_indices)
         check_relay_vector(seq_lens, "seq_lens", num_rows, self.device)
@@ -142,6 +153,7 @@ class FutureMap:
             return
         self.new_seq_lens_buf[future_indices.long()] = seq_lens.long()
         self.raise_fence()
+        self.tally.published += 1
 
     def stash(self, future_indices: torch.Tensor, draft_input: Any) -> None:
         """Write the bonus tokens and every field of `draft_input` into the rows of `future_indices`.
@@ -150,6 +162,13 @@ class FutureMap:
         field. An optional field that is None makes the rows' validity false; another missing field,
         and any other width, dtype or device, is a RelayError, and nothing is written.
         """
+        try:
+            self._stash(future_indices, draft_input)
+        except Exception as error:
+            self._refused("stash", error)
+            raise
+
+    def _stash(self, future_indices: torch.Tensor, draft_input: Any) -> None:
         self._machine.refuse_capture()
         num_rows = self._check_indices(future_indices)
         bonus_tokens = getattr(draft_input, "bonus_tokens", None)
@@ -199,6 +218,7 @@ class FutureMap:
                 valid=tuple(self.valid.get(field.name) for field in self.fields),
             ),
         )
+        self.tally.stashed += 1
 
     def resolve(self, batch: Any) -> None:
         """Fill `batch.spec_info` and `batch.seq_lens` with the rows of `batch.spec_info.future_indices`.
@@ -207,16 +227,29 @@ class FutureMap:
         that `spec_info.present` calls absent becomes None; of the others `spec_info.valid[name]` [b]
         bool tells which rows are real. No draft input, or an empty one: nothing is done.
         """
+        start = perf_counter()
+        try:
+            num_rows = self._resolve(batch)
+        except Exception as error:
+            self._refused("resolve", error)
+            raise
+        if num_rows:
+            self.tally.resolved_rows += num_rows
+            self.tally.resolve_times.count(perf_counter() - start)
+
+    def _resolve(self, batch: Any) -> int:
+        """The number of rows."""
         # Before the fence is waited for: a wait for an event of another stream would end the capture.
         self._machine.refuse_capture()
         draft_input = batch.spec_info
         indices = None if draft_input is None else draft_input.future_indices
         # A nested tensor need not have a length: it is refused with its name.
         if indices is None or (not getattr(indices, "is_nested", False) and len(indices) == 0):
-            return
+            return 0
         num_rows = self._check_indices(indices, may_repeat=True)
         if self.publish_ready is not None:
             self.publish_ready.wait(torch.cuda.current_stream(self.device))
+            self.tally.fence_waits += 1
         tables = (*self._tables, *self._valid.values(), self.seq_lens_table, self.bonus_tokens_table)
         formats = (*self._formats, *[_FLAG] * len(self._valid), _INTEGER, _INTEGER)
         outputs = tuple(self._output(num_rows, row) for row in formats)
@@ -240,8 +273,13 @@ class FutureMap:
             _set_field(draft_input, field.name, table.tensor if is_present else None)
         valid = zip(self._valid, outputs[len(self.fields) :], strict=False)
         draft_input.valid = {name: table.tensor[:, 0] for name, table in valid}
+        return num_rows
 
     # -- inside
+
+    def _refused(self, call: str, error: Exception) -> None:
+        self.tally.refusals.count(error)
+        tell_refusal(call, error)
 
     def _table(self, row: RowFormat) -> RowTable:
         return allocate_table(self.num_slots, row, self.device, pin=False)

@@ -13,7 +13,8 @@ from draftgather.completion import CompletionMarker, mark
 from draftgather.errors import CaptureError
 from draftgather.kernels.gather_rows import LaunchPlan, gather_rows, plan_launches
 from draftgather.kernels.row_tables import LaunchDescriptor
-from draftgather.memory import can_pin, notice_once, zero_copy_works
+from draftgather.memory import can_pin, zero_copy_works
+from draftgather.notices import notice_once
 
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 

@@ -19,9 +19,11 @@ from draftgather.errors import MailboxFullError, Problem, SlotError, raise_probl
 from draftgather.fields import TAG_WORDS, Field, RecordLayout
 from draftgather.kernels.row_tables import FieldSource, RowTable
 from draftgather.memory import allocate_slab, can_pin
+from draftgather.notices import tell_refusal
 from draftgather.records import BufferInfo, Move, RecordMoves, as_owner
 from draftgather.rows import has_memory
 from draftgather.slot_numbers import SlotNumbers
+from draftgather.tallies import MAILBOXES, MailboxTally
 
 # What a slot is. A slot that is being freed stays WRITTEN or HELD to nobody: it is DRAINING.
 FREE, HELD, WRITTEN, DRAINING = range(4)
@@ -124,6 +126,7 @@ class DraftMailbox:
         self._num_reads = 0
         self._being_put: dict[int, int] = {}  # slot -> the puts that move bytes into it just now
         self._draining: deque[int] = deque()
+        self.tally = MAILBOXES.enter(self, MailboxTally(self.states))
 
     # -- what a transfer engine needs
 
@@ -158,8 +161,12 @@ class DraftMailbox:
 
     def acquire(self) -> int:
         """Hold a free slot; MailboxFullError at once where there is none."""
-        with self._lock:
-            return self._take_slot()
+        try:
+            with self._lock:
+                return self._take_slot()
+        except MailboxFullError as error:
+            self._refused("acquire", error)
+            raise
 
     def put(self, slot: int, owner: int, **rows: object) -> None:
         """Write the row of one request that is in this process.
@@ -170,6 +177,13 @@ class DraftMailbox:
         Raises SlotError, MissingRowError, RowShapeError, RowDtypeError or RowDeviceError before
         anything is written; ValueError for an unknown field or an owner of more than 64 bits.
         """
+        try:
+            self._put(slot, owner, rows)
+        except Exception as error:
+            self._refused("put", error)
+            raise
+
+    def _put(self, slot: int, owner: int, rows: dict[str, object]) -> None:
         if type(slot) is not int or not 0 <= slot < self.num_slots:
             slot = self._slot(slot)
         owner = as_owner(owner)
@@ -181,6 +195,13 @@ class DraftMailbox:
 
         rows: the bytes of a dense row of each field, in their order; none is absent. Gives the slot.
         """
+        try:
+            return self._admit(owner, rows)
+        except Exception as error:
+            self._refused("admit", error)
+            raise
+
+    def _admit(self, owner: int, rows: Iterable[memoryview]) -> int:
         owner = as_owner(owner)
         with self._lock:
             slot = self._take_slot()
@@ -205,6 +226,13 @@ class DraftMailbox:
         not written, torn, foreign, former generation and wrong owner are told apart in SlotError's
         problems, and then no record is accepted.
         """
+        try:
+            self._accept(slots, owners)
+        except Exception as error:
+            self._refused("accept", error)
+            raise
+
+    def _accept(self, slots: Sequence[int], owners: Sequence[int]) -> None:
         if len(slots) != len(owners):
             raise ValueError(f"{len(slots)} slots but {len(owners)} owners")
         wanted = list(zip(slots, map(as_owner, owners), strict=True))
@@ -219,15 +247,24 @@ class DraftMailbox:
                 self.presence[:, slot] = [bits >> i & 1 for i in range(len(self.presence))]
                 self._owner_of[slot] = owner
                 self._state_of[slot] = WRITTEN
+            self.tally.accepted += len(wanted)
 
     def release(self, slots: Iterable[int] | int) -> None:
         """End the tenancy of each slot; it is free once the last launch that read it is done.
 
         SlotError names slots that nobody holds (a double release), and then none is released.
         """
+        try:
+            self._release(slots)
+        except Exception as error:
+            self._refused("release", error)
+            raise
+
+    def _release(self, slots: Iterable[int] | int) -> None:
         if type(slots) is int and 0 <= slots < self.num_slots:
             with self._lock:
                 if self._state_of[slots] in (HELD, WRITTEN):
+                    self.tally.released += 1
                     self._end_tenancy(slots)
                     return
         if isinstance(slots, (torch.Tensor, np.ndarray)):
@@ -239,6 +276,7 @@ class DraftMailbox:
             self._refuse(
                 [(slot, self._range_fault(slot) or self._tenancy_fault(slot)) for slot in wanted], "a held slot, once"
             )
+            self.tally.released += len(wanted)
             for slot in wanted:
                 self._end_tenancy(int(slot))
 
@@ -284,6 +322,11 @@ class DraftMailbox:
                 self._drop_readers()
 
     # -- inside
+
+    def _refused(self, call: str, error: Exception) -> None:
+        with self._lock:
+            self.tally.refusals.count(error)
+        tell_refusal(call, error)
 
     def _field_view(self, i: int) -> torch.Tensor:
         field, offset = self.fields[i], self.layout.offsets[i]
@@ -367,6 +410,7 @@ class DraftMailbox:
             self._tag(slot, owner, generation, word)
             self._owner_of[slot] = owner
             self._state_of[slot] = WRITTEN
+            self.tally.put += 1
 
     def _end_put(self, slot: int) -> None:
         self._being_put[slot] -= 1
@@ -447,6 +491,7 @@ class DraftMailbox:
                 "read by a launch: release slots, make the mailbox larger, or keep your own copy of the row"
             )
         self._state_of[slot] = HELD
+        self.tally.acquired += 1
         return slot
 
     def _take_free(self) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import weakref
 from collections import deque
@@ -14,20 +13,9 @@ import torch
 
 from draftgather.kernels.gather_rows import gather_rows
 from draftgather.kernels.row_tables import FieldSource, LaunchDescriptor, RowFormat, RowTable, empty_table
-
-_logger = logging.getLogger("draftgather")
+from draftgather.notices import notice_once
 
 _HUGE_PAGE = 2 << 20
-
-
-_noticed: set[str] = set()
-
-
-def notice_once(text: str, detail: object = None) -> None:
-    """Log `text` as a warning, once a process, with what `detail` the first one had."""
-    if text not in _noticed:
-        _noticed.add(text)
-        _logger.warning(text if detail is None else f"{text} ({detail})")
 
 
 @cache

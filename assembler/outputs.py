@@ -10,7 +10,8 @@ import torch
 from draftgather.fields import Field
 from draftgather.kernels.row_tables import FieldSource, RowFormat, RowTable
 from draftgather.machine import Machine
-from draftgather.memory import HostBlockCache, allocate_table, notice_once, try_pinned
+from draftgather.memory import HostBlockCache, allocate_table, try_pinned
+from draftgather.notices import notice_once
 
 OutputMode = Literal["fresh", "fixed"]
 OutputMemory = Literal["device", "pinned"]

@@ -528,7 +528,7 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     ),
     "what was resolved as invalid is stashed as valid": (
         "slots",
-        Mutation(future_map.FutureMap.stash, "if tensor is not None and flags is not None:", "if False:"),
+        Mutation(future_map.FutureMap._stash, "if tensor is not None and flags is not None:", "if False:"),
     ),
     "two rows are relayed to one index": (
         "slots",

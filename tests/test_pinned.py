@@ -19,7 +19,7 @@ from mutations import Mutation
 
 import draftgather as dg
 from draftgather import machine as machine_module
-from draftgather import memory
+from draftgather import memory, notices
 from draftgather.describe import StagingRing
 from draftgather.kernels.gather_rows_torch import gather_rows_torch
 from draftgather.kernels.row_tables import FieldSource, LaunchDescriptor, RowTable
@@ -221,7 +221,7 @@ class Bench:
 def forget() -> None:
     for cached in (can_pin, memory.zero_copy_works, machine_module.zero_copy_works, machine_for):
         getattr(cached, "cache_clear", lambda: None)()
-    memory._noticed.clear()
+    notices._noticed.clear()
 
 
 @pytest.fixture
@@ -685,7 +685,7 @@ MUTATIONS: dict[str, tuple[Callable[[Bench], None], Mutation]] = {
     ),
     "every failure is told": (
         mailbox_above_the_limit,
-        Mutation(memory.notice_once, "_noticed.add(text)", "pass"),
+        Mutation(notices.notice_once, "_noticed.add(text)", "pass"),
     ),
     "the probe reads once": (
         lambda bench: the_mapping_is_dead(bench, "when first read"),

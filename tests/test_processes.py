@@ -695,7 +695,7 @@ THREAD_MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Mutation
     "calls say what they read too late": (
         lambda monkeypatch: slots_are_read(monkeypatch, "are_slots_good"),
         Mutation(
-            DraftAssembler.assemble_slots,
+            DraftAssembler._assemble_slots,
             "read, done = mailbox.begin_read(numbers), DONE",
             "read, done = mailbox.begin_read(numbers[:0]), DONE",
         ),
@@ -703,7 +703,7 @@ THREAD_MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Mutation
     "calls end their read before they launch": (
         lambda monkeypatch: slots_are_read(monkeypatch, "launch"),
         Mutation(
-            DraftAssembler.assemble_slots,
+            DraftAssembler._assemble_slots,
             "batch = self._launch(",
             "mailbox.end_read(read, DONE); read = mailbox.begin_read(numbers[:0]); batch = self._launch(",
         ),

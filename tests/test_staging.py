@@ -17,7 +17,8 @@ from draftgather.completion import DONE
 from draftgather.describe import StagingRing
 from draftgather.fields import Field
 from draftgather.kernels.row_tables import FEW_SLOTS
-from draftgather.memory import HostBlockCache, allocate_slab, can_pin, notice_once
+from draftgather.memory import HostBlockCache, allocate_slab, can_pin
+from draftgather.notices import notice_once
 from draftgather.outputs import FreshOutputs
 from helpers import FIELD_LISTS, FakeMarker, assert_batch, random_rows, written_mailbox, zero_rows
 
