@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -260,7 +261,7 @@ class NotStashed(Plain):
             future_map.publish(batch.req_pool_indices, batch.seq_lens)
 
 
-@broken("relay under overlap", "the sequence lengths are")
+@broken("relay under overlap", r"the sequence lengths are \['never published', .*expected \[1000, 1013")
 class NotPublished(Plain):
     def relay(self, batch, draft_input, future_map):
         if batch.enable_overlap:
@@ -514,8 +515,15 @@ def test_broken_builders_fail(name) -> None:
         testing.check_case(contract_of(builder(step_fields)), case)
     assert f"case '{case}'" in str(error.value)
     assert "What an engine would do wrong: " in str(error.value)
-    with pytest.raises(testing.ContractFailure, match=rf"of {len(testing.CASES)} cases failed"):
-        testing.check(contract_of(builder(step_fields)))
+
+
+def test_all_failures_at_once() -> None:
+    """Guards `check`: it runs every case, and tells of all that failed."""
+    with pytest.raises(testing.ContractFailure) as error:
+        testing.check(contract_of(NoneWithoutStateless(step_fields)))
+    told = re.findall("^case '(.*)' ", str(error.value), re.MULTILINE)
+    assert {"stateless", "row order", "missing row", "no device read"} <= set(told)
+    assert str(error.value).startswith(f"{len(told)} of {len(testing.CASES)} cases failed")
 
 
 def test_every_case_can_fail() -> None:
@@ -534,6 +542,54 @@ def test_a_contract_whose_rows_are_all_alike() -> None:
     )
     with pytest.raises(ValueError, match="gives all requests one row of hidden_states"):
         testing.check(contract)
+
+
+class PlainMap:
+    """A future map of another class: publish, stash and resolve of required fields, in plain torch."""
+
+    def __init__(self, fields: Any, num_slots: int) -> None:
+        self.fields = tuple(fields)
+        self.lengths = torch.zeros(num_slots, dtype=torch.int64)
+        self.tokens = torch.zeros(num_slots, dtype=torch.int64)
+        self.tables = {f.name: torch.zeros((num_slots, f.width), dtype=f.dtype) for f in self.fields}
+
+    def publish(self, future_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        self.lengths[future_indices] = seq_lens
+
+    def stash(self, future_indices: torch.Tensor, draft_input: Any) -> None:
+        self.tokens[future_indices] = draft_input.bonus_tokens
+        for name, table in self.tables.items():
+            table[future_indices] = draft_input.rows(name)
+
+    def resolve(self, batch: Any) -> None:
+        indices = batch.spec_info.future_indices
+        batch.seq_lens, batch.spec_info.bonus_tokens = self.lengths[indices], self.tokens[indices]
+        for name, table in self.tables.items():
+            batch.spec_info.set_rows(name, table[indices])
+
+
+def test_another_future_map_and_extras() -> None:
+    """Guards contracts of an engine's own map, and of builders that read more of requests and batches than rows."""
+
+    def build(batch, server_args, tokens, future_map):
+        assert {req.priority for req in batch.reqs} <= {3}
+        assert batch.tree == "cache"
+        return dg.build_disagg_draft_input(batch, tokens, future_map, FIELDS[:2])
+
+    contract = testing.Contract(
+        build,
+        FIELDS[:2],
+        make_future_map=PlainMap,
+        request_extras={"priority": 3},
+        batch_extras={"tree": "cache"},
+    )
+    assert testing.check(contract).keys() == {"optional row", *ONE_SETTING}
+    for broken in (NotStashed, WritesThePaddingSlot):
+        builder = broken(lambda server_args: FIELDS[:2])
+        if broken is WritesThePaddingSlot:
+            builder.relay = lambda batch, draft_input, future_map: future_map.tokens.fill_(0)  # type: ignore[method-assign]
+        with pytest.raises(testing.ContractFailure):
+            testing.check_case(replace(contract, algorithm=builder), "padding")
 
 
 def test_unknown_case_and_no_settings() -> None:
@@ -632,3 +688,26 @@ def test_plug_in(tmp_path: Path, how: str) -> None:
     assert "FAILED test_own.py::test_nothing[row-order]" in ran.stdout
     assert "FAILED test_own.py::test_right" not in ran.stdout
     assert "18 passed" in ran.stdout, ran.stdout
+
+
+# -- the page
+
+PAGE = (Path(__file__).parent.parent / "docs/algorithms.md").read_text()
+
+
+def test_page_runs(capsys) -> None:
+    """Guards a reader who types the page: its fences run, one after the other, and say what it says they do."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, "docs/algorithms.md", "exec"), names)
+    shown = re.search(r"print\(error\)  # (.*) \.\.\.", PAGE)
+    assert shown is not None
+    assert shown[1] in capsys.readouterr().out
+    assert testing.check(names["CONTRACT"]) == {}
+
+
+def test_page_has_every_case() -> None:
+    """Guards the table: every case, what it holds and what an engine would do wrong, in the kit's own words."""
+    rows = [f"| {case.name} | {(case.run.__doc__ or '').strip()} | {case.harm} |" for case in testing.CASES]
+    assert [line for line in PAGE.splitlines() if line in rows] == rows
