@@ -324,6 +324,19 @@ class TwoDimensionalRowFlattened(Plain):
         return super().row(req, f, batch)
 
 
+@broken("wrong width", "hidden_states 2-d, not 6 wide,: RuntimeError .*, expected a ValueError that names the request")
+class OnlyTheFirstRowIsChecked(Plain):
+    def row(self, req, f, batch):
+        return super().row(req, f, batch) if req is batch.reqs[0] else getattr(req, self.attribute(f), None)
+
+
+@broken("wrong dtype", r"refused without the request's name \('rid-000'\): request rid-001")
+class DtypeOfTheFirstRow(Plain):
+    def row(self, req, f, batch):
+        first = getattr(batch.reqs[0], self.attribute(f), None)
+        return super().row(req, f if first is None else replace(f, dtype=first.dtype), batch)
+
+
 @broken("wrong dtype", "hidden_states as torch.float64 is accepted")
 class AnyDtypeConverted(Plain):
     def row(self, req, f, batch):
@@ -544,6 +557,13 @@ def test_a_contract_whose_rows_are_all_alike() -> None:
         testing.check(contract)
 
 
+class FillsTheMap(Plain):
+    def relay(self, batch, draft_input, future_map):
+        super().relay(batch, draft_input, future_map)
+        if batch.enable_overlap:
+            future_map.tokens.fill_(7)
+
+
 class PlainMap:
     """A future map of another class: publish, stash and resolve of required fields, in plain torch."""
 
@@ -576,20 +596,14 @@ def test_another_future_map_and_extras() -> None:
         assert batch.tree == "cache"
         return dg.build_disagg_draft_input(batch, tokens, future_map, FIELDS[:2])
 
-    contract = testing.Contract(
-        build,
-        FIELDS[:2],
-        make_future_map=PlainMap,
-        request_extras={"priority": 3},
-        batch_extras={"tree": "cache"},
-    )
+    extras = {"request_extras": {"priority": 3}, "batch_extras": {"tree": "cache"}}
+    contract = testing.Contract(build, FIELDS[:2], make_future_map=PlainMap, **extras)
     assert testing.check(contract).keys() == {"optional row", *ONE_SETTING}
-    for broken in (NotStashed, WritesThePaddingSlot):
-        builder = broken(lambda server_args: FIELDS[:2])
-        if broken is WritesThePaddingSlot:
-            builder.relay = lambda batch, draft_input, future_map: future_map.tokens.fill_(0)  # type: ignore[method-assign]
-        with pytest.raises(testing.ContractFailure):
-            testing.check_case(replace(contract, algorithm=builder), "padding")
+    for builder in (FillsTheMap, NotStashed):
+        with pytest.raises(
+            testing.ContractFailure, match=r"tokens, slots \[0, 1, |row 0 of hidden_states is not that of"
+        ):
+            testing.check_case(replace(contract, algorithm=builder(lambda server_args: FIELDS[:2])), "padding")
 
 
 def test_unknown_case_and_no_settings() -> None:
