@@ -20,6 +20,7 @@ from draftgather.schedule_batch import ScheduleBatch
 # The future map's slots, and so the rows of whatever a batch brings by request pool index.
 NUM_SLOTS = 256
 _POISON = 0xA5
+_POISON_LENGTH = int.from_bytes(bytes([_POISON] * 8), "little", signed=True)
 
 Expected = Callable[[torch.Tensor, "Request"], torch.Tensor]
 
@@ -180,7 +181,8 @@ class Kit:
 
     def check_resolved(self, draft_input: Any, future_map: Any, requests: Sequence[Request]) -> None:
         """What the next iteration finds: resolve gives each request its rows, token and length."""
-        got = self.resolve(draft_input, future_map).tolist()
+        lengths_found = self.resolve(draft_input, future_map).tolist()
+        got = ["never published" if length == _POISON_LENGTH else length for length in lengths_found]
         lengths = [request.seq_len for request in requests]
         if got != lengths:
             fail(f"resolved out of the future map: the sequence lengths are {got}, expected {lengths}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -260,7 +261,7 @@ class NotStashed(Plain):
             future_map.publish(batch.req_pool_indices, batch.seq_lens)
 
 
-@broken("relay under overlap", "the sequence lengths are")
+@broken("relay under overlap", r"the sequence lengths are \['never published', .*expected \[1000, 1013")
 class NotPublished(Plain):
     def relay(self, batch, draft_input, future_map):
         if batch.enable_overlap:
@@ -321,6 +322,19 @@ class TwoDimensionalRowFlattened(Plain):
         if row is not None:
             setattr(req, self.attribute(f), row.reshape(-1))
         return super().row(req, f, batch)
+
+
+@broken("wrong width", "hidden_states 2-d, not 6 wide,: RuntimeError .*, expected a ValueError that names the request")
+class OnlyTheFirstRowIsChecked(Plain):
+    def row(self, req, f, batch):
+        return super().row(req, f, batch) if req is batch.reqs[0] else getattr(req, self.attribute(f), None)
+
+
+@broken("wrong dtype", r"refused without the request's name \('rid-000'\): request rid-001")
+class DtypeOfTheFirstRow(Plain):
+    def row(self, req, f, batch):
+        first = getattr(batch.reqs[0], self.attribute(f), None)
+        return super().row(req, f if first is None else replace(f, dtype=first.dtype), batch)
 
 
 @broken("wrong dtype", "hidden_states as torch.float64 is accepted")
@@ -514,8 +528,15 @@ def test_broken_builders_fail(name) -> None:
         testing.check_case(contract_of(builder(step_fields)), case)
     assert f"case '{case}'" in str(error.value)
     assert "What an engine would do wrong: " in str(error.value)
-    with pytest.raises(testing.ContractFailure, match=rf"of {len(testing.CASES)} cases failed"):
-        testing.check(contract_of(builder(step_fields)))
+
+
+def test_all_failures_at_once() -> None:
+    """Guards `check`: it runs every case, and tells of all that failed."""
+    with pytest.raises(testing.ContractFailure) as error:
+        testing.check(contract_of(NoneWithoutStateless(step_fields)))
+    told = re.findall("^case '(.*)' ", str(error.value), re.MULTILINE)
+    assert {"stateless", "row order", "missing row", "no device read"} <= set(told)
+    assert str(error.value).startswith(f"{len(told)} of {len(testing.CASES)} cases failed")
 
 
 def test_every_case_can_fail() -> None:
@@ -534,6 +555,55 @@ def test_a_contract_whose_rows_are_all_alike() -> None:
     )
     with pytest.raises(ValueError, match="gives all requests one row of hidden_states"):
         testing.check(contract)
+
+
+class FillsTheMap(Plain):
+    def relay(self, batch, draft_input, future_map):
+        super().relay(batch, draft_input, future_map)
+        if batch.enable_overlap:
+            future_map.tokens.fill_(7)
+
+
+class PlainMap:
+    """A future map of another class: publish, stash and resolve of required fields, in plain torch."""
+
+    def __init__(self, fields: Any, num_slots: int) -> None:
+        self.fields = tuple(fields)
+        self.lengths = torch.zeros(num_slots, dtype=torch.int64)
+        self.tokens = torch.zeros(num_slots, dtype=torch.int64)
+        self.tables = {f.name: torch.zeros((num_slots, f.width), dtype=f.dtype) for f in self.fields}
+
+    def publish(self, future_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        self.lengths[future_indices] = seq_lens
+
+    def stash(self, future_indices: torch.Tensor, draft_input: Any) -> None:
+        self.tokens[future_indices] = draft_input.bonus_tokens
+        for name, table in self.tables.items():
+            table[future_indices] = draft_input.rows(name)
+
+    def resolve(self, batch: Any) -> None:
+        indices = batch.spec_info.future_indices
+        batch.seq_lens, batch.spec_info.bonus_tokens = self.lengths[indices], self.tokens[indices]
+        for name, table in self.tables.items():
+            batch.spec_info.set_rows(name, table[indices])
+
+
+def test_another_future_map_and_extras() -> None:
+    """Guards contracts of an engine's own map, and of builders that read more of requests and batches than rows."""
+
+    def build(batch, server_args, tokens, future_map):
+        assert {req.priority for req in batch.reqs} <= {3}
+        assert batch.tree == "cache"
+        return dg.build_disagg_draft_input(batch, tokens, future_map, FIELDS[:2])
+
+    extras = {"request_extras": {"priority": 3}, "batch_extras": {"tree": "cache"}}
+    contract = testing.Contract(build, FIELDS[:2], make_future_map=PlainMap, **extras)
+    assert testing.check(contract).keys() == {"optional row", *ONE_SETTING}
+    for builder in (FillsTheMap, NotStashed):
+        with pytest.raises(
+            testing.ContractFailure, match=r"tokens, slots \[0, 1, |row 0 of hidden_states is not that of"
+        ):
+            testing.check_case(replace(contract, algorithm=builder(lambda server_args: FIELDS[:2])), "padding")
 
 
 def test_unknown_case_and_no_settings() -> None:
@@ -632,3 +702,26 @@ def test_plug_in(tmp_path: Path, how: str) -> None:
     assert "FAILED test_own.py::test_nothing[row-order]" in ran.stdout
     assert "FAILED test_own.py::test_right" not in ran.stdout
     assert "18 passed" in ran.stdout, ran.stdout
+
+
+# -- the page
+
+PAGE = (Path(__file__).parent.parent / "docs/algorithms.md").read_text()
+
+
+def test_page_runs(capsys) -> None:
+    """Guards a reader who types the page: its fences run, one after the other, and say what it says they do."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, "docs/algorithms.md", "exec"), names)
+    shown = re.search(r"print\(error\)  # (.*) \.\.\.", PAGE)
+    assert shown is not None
+    assert shown[1] in capsys.readouterr().out
+    assert testing.check(names["CONTRACT"]) == {}
+
+
+def test_page_has_every_case() -> None:
+    """Guards the table: every case, what it holds and what an engine would do wrong, in the kit's own words."""
+    rows = [f"| {case.name} | {(case.run.__doc__ or '').strip()} | {case.harm} |" for case in testing.CASES]
+    assert [line for line in PAGE.splitlines() if line in rows] == rows
