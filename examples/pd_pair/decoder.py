@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from pd_pair.model import HIDDEN_SIZE, Model, no_past, trajectories
+from pd_pair.model import Model, no_past, trajectories
+from pd_pair.workload import Request, RowKind
 
 TOPK = 4
 NUM_PATHS = 2  # of the top-k, those with the most probability begin a path each
 NUM_STEPS = 4  # draft tokens of a path
-
-# What prefill packs: the request's own row, that of the request after it, or nothing but zeros.
-RowKind = Literal["right", "stale", "zeroed"]
-ROW_KINDS: tuple[RowKind, ...] = ("right", "stale", "zeroed")
-
-
-class Request(NamedTuple):
-    prompt: tuple[int, ...]
-    num_tokens: int  # to generate
-    arrives_at: int  # iteration of the decode node
 
 
 class DraftRows(NamedTuple):
@@ -70,7 +61,7 @@ def next_rows(model: Model, hidden: torch.Tensor, bonus_tokens: torch.Tensor) ->
 
 
 def draft_paths(model: Model, rows: DraftRows) -> torch.Tensor:
-    """[b, paths, steps] draft tokens: the first ones are the rows' candidates, the others follow from their hidden states."""
+    """[b, paths, steps] draft tokens: candidates of the rows, then what follows from the rows' hidden states."""
     likeliest = rows.topk_p.topk(NUM_PATHS).indices
     tokens = rows.topk_index.gather(1, likeliest).flatten()
     hidden = rows.hidden_states.repeat_interleave(NUM_PATHS, dim=0)
@@ -79,7 +70,7 @@ def draft_paths(model: Model, rows: DraftRows) -> torch.Tensor:
         hidden = model.draft(hidden, tokens)
         tokens = (hidden @ model.lm_head).argmax(dim=1)
         path.append(tokens)
-    return torch.stack(path, dim=1).unflatten(0, (-1, NUM_PATHS))
+    return torch.stack(path, dim=1).view(-1, NUM_PATHS, NUM_STEPS)
 
 
 def verify(
@@ -87,14 +78,14 @@ def verify(
 ) -> Verified:
     """One target pass over the bonus token [b] and each path [b, paths, steps]; the longest correct beginning wins.
 
-    Paths are verified side by side, as sequences of their own. Two that begin alike cannot both win with different KV.
+    Paths are verified side by side, as sequences of their own: this small target has no tree mask.
     """
     begin, past, past_lens = (x.repeat_interleave(NUM_PATHS, dim=0) for x in (bonus_tokens, past, past_lens))
     drafted = paths.flatten(0, 1)
     hidden, kv = model.forward(torch.cat([begin[:, None], drafted], dim=1), past, past_lens)
     targets = (hidden @ model.lm_head).argmax(dim=2)
     num_correct = (drafted == targets[:, :-1]).cumprod(dim=1).sum(dim=1)
-    num_accepted, winner = num_correct.unflatten(0, (-1, NUM_PATHS)).max(dim=1)
+    num_accepted, winner = num_correct.view(-1, NUM_PATHS).max(dim=1)
     winner += torch.arange(len(winner)) * NUM_PATHS
     return Verified(
         num_accepted,
@@ -105,11 +96,11 @@ def verify(
     )
 
 
-def packed_rows(rows: Sequence[DraftRows], number: int, kind: RowKind) -> DraftRows:
-    """What a prefill node that goes wrong in this way packs for request `number`."""
-    if kind == "zeroed":
-        return DraftRows(*(torch.zeros_like(tensor) for tensor in rows[number]))
-    return rows[(number + 1) % len(rows)] if kind == "stale" else rows[number]
+def packed_rows(model: Model, requests: Sequence[Request], number: int, own: DraftRows, kind: RowKind) -> DraftRows:
+    """What a prefill node packs for request `number`, whose own draft row is `own`."""
+    if kind == "stale":
+        return prefill(model, requests[(number + 1) % len(requests)].prompt).rows
+    return DraftRows(*map(torch.zeros_like, own)) if kind == "zeroed" else own
 
 
 # -- the reference: one process, one request at a time, no hand-over, no draftgather
@@ -132,10 +123,9 @@ def decode_alone(model: Model, request: Request, prefilled: Prefilled, rows: Dra
 
 def decode_all_alone(model: Model, requests: Sequence[Request], kind: RowKind) -> list[Output]:
     prefilled = [prefill(model, request.prompt) for request in requests]
-    rows = [one.rows for one in prefilled]
     return [
-        decode_alone(model, request, prefilled[number], packed_rows(rows, number, kind))
-        for number, request in enumerate(requests)
+        decode_alone(model, request, one, packed_rows(model, requests, number, one.rows, kind))
+        for number, (request, one) in enumerate(zip(requests, prefilled, strict=True))
     ]
 
 

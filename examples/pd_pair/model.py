@@ -101,7 +101,7 @@ def make_model(seed: int = 0) -> Model:
 
 
 def trajectories(model: Model, prompts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain greedy decoding of `prompts` [b, n]: num_tokens tokens [b, ..], and the hidden states [b, .., hidden] before them."""
+    """Plain greedy decoding of `prompts` [b, n]: hidden states [b, num_tokens, hidden], and the tokens made of them."""
     past, past_lens = no_past(len(prompts))
     tokens, all_hidden, all_tokens = prompts, [], []
     for _ in range(num_tokens):
@@ -124,7 +124,7 @@ def _normed(hidden: torch.Tensor) -> torch.Tensor:
 
 def _heads(rows: torch.Tensor) -> torch.Tensor:
     """[b, n, hidden] as [b, heads, n, hidden / heads]."""
-    return rows.unflatten(2, (NUM_HEADS, -1)).transpose(1, 2)
+    return rows.view(*rows.shape[:2], NUM_HEADS, -1).transpose(1, 2)
 
 
 def _positions() -> torch.Tensor:
