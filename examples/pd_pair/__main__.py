@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 
 import torch
 from rich.console import Console
@@ -12,6 +11,7 @@ from rich.table import Table
 from pd_pair.compare import Reference, mean_accepted, mean_first, problems
 from pd_pair.model import make_model
 from pd_pair.pair import run_pair
+from pd_pair.wire import why_no_engine
 from pd_pair.workload import ROW_KINDS, Run, make_mixes
 
 _COLUMNS = ("mix", "max running", "requests", "steps", "largest batch assembled")
@@ -19,8 +19,9 @@ _MEANS = ("accepted a step, one process", "over the wire", *(f"first step, {kind
 
 
 def main() -> int:
-    if find_spec("mooncake") is None:
-        print("The pair needs the transfer engine: pip install mooncake-transfer-engine-non-cuda==0.3.13.post1")
+    missing = why_no_engine()
+    if missing is not None:
+        print(missing, file=sys.stderr)
         return 2
     torch.set_num_threads(1)
     console = Console()

@@ -71,4 +71,4 @@ def _next_result(results: Connection, nodes: Sequence[BaseProcess]) -> Served:
     for node in nodes:
         node.join(_FAILED_SECONDS)
     states = [f"{node.name} {'runs' if node.is_alive() else f'ended with {node.exitcode}'}" for node in nodes]
-    raise PairError(f"a run brought no result within {_RUN_SECONDS} s: {', '.join(states)}")
+    raise PairError(f"a run brought no result (the limit is {_RUN_SECONDS:.0f} s): {', '.join(states)}")

@@ -75,6 +75,18 @@ class Engine:
             )
 
 
+def why_no_engine() -> str | None:
+    """None where the transfer engine is installed and loads."""
+    try:
+        import mooncake.engine  # noqa: F401
+    except ImportError as error:
+        return (
+            f"the transfer engine does not load ({error}): it is mooncake-transfer-engine-non-cuda==0.3.13.post1, "
+            "and needs libibverbs.so.1 (Debian: libibverbs1), over TCP too"
+        )
+    return None
+
+
 def receive(connection: Connection) -> Any:
     """The next message. EOFError: the other side has closed; TimeoutError: it says nothing."""
     if not connection.poll(PATIENCE_SECONDS):
