@@ -29,6 +29,7 @@ from draftgather.errors import (
 from draftgather.fields import Field, RecordLayout, eagle_fields
 from draftgather.future_map import FutureMap, Relay
 from draftgather.mailbox import BufferInfo, DraftMailbox
+from draftgather.records import MailboxAddress, RecordWriter
 from draftgather.routes import Route, RouteRule
 from draftgather.schedule_batch import ScheduleBatch
 
@@ -50,10 +51,12 @@ __all__ = [
     "Field",
     "FutureMap",
     "LayoutError",
+    "MailboxAddress",
     "MailboxFullError",
     "MissingRowError",
     "Problem",
     "RecordLayout",
+    "RecordWriter",
     "Relay",
     "RelayError",
     "Route",

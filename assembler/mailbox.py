@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 from array import array
 from collections import deque
@@ -16,10 +15,10 @@ import torch
 
 from draftgather.completion import DONE, CompletionMarker
 from draftgather.errors import MailboxFullError, Problem, SlotError, raise_problems, shown
-from draftgather.fields import TAG_WORDS, Field, RecordLayout
+from draftgather.fields import TAG, TAG_WORDS, Field, RecordLayout
 from draftgather.kernels.row_tables import FieldSource, RowTable
 from draftgather.memory import allocate_slab, can_pin
-from draftgather.rows import has_memory, row_problem, to_row
+from draftgather.rows import has_memory, places_of, row_moves
 from draftgather.slot_numbers import SlotNumbers
 
 # What a slot is. A slot that is being freed stays WRITTEN or HELD to nobody: it is DRAINING.
@@ -28,17 +27,23 @@ _STATE_WORDS = ("free", "not written", "written", "released, with a launch that 
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
-_CPU = torch.device("cpu")
-_TAG = struct.Struct(f"={TAG_WORDS}q")
 _memmove = ctypes.memmove
 
 
-def _owner(owner: int) -> int:
+def checked_owner(owner: int) -> int:
+    """`owner` as an int; ValueError where it is none of 64 bits."""
     if type(owner) is int and -(1 << 63) <= owner < 1 << 63:
         return owner
     if isinstance(owner, (int, np.integer)) and -(1 << 63) <= owner < 1 << 63:
         return int(owner)
     raise ValueError(f"owner is {owner!r}, expected a 64-bit integer")
+
+
+def range_fault(number: object, count: int) -> tuple[str, str] | None:
+    """(got, expected) where `number` is no integer from 0 to `count` - 1; None where it is."""
+    if isinstance(number, (int, np.integer)) and not isinstance(number, bool) and 0 <= number < count:
+        return None
+    return f"is {shown(number)}", f"an integer from 0 to {count - 1}"
 
 
 def _holds(own: Field, field: Field) -> bool:
@@ -101,10 +106,7 @@ class DraftMailbox:
         self.is_pinned = pin and self._slab.is_pinned()
         self._address = self._slab.data_ptr()
         self._record_bytes, self._tag_offset = self.layout.record_bytes, self.layout.tag_offset
-        self._places = tuple(
-            (field, (field.width,), field.dtype, field.row_bytes, offset)
-            for field, offset in zip(self.fields, self.layout.offsets, strict=True)
-        )
+        self._places = places_of(self.layout)
         self.optional_fields = self.layout.optional_fields
         self._spans = tuple([(offset, offset + num_bytes) for _, _, _, num_bytes, offset in self._places])
         self._views = {field.name: self._field_view(i) for i, field in enumerate(self.fields)}
@@ -190,30 +192,9 @@ class DraftMailbox:
         """
         if type(slot) is not int or not 0 <= slot < self.num_slots:
             slot = self._slot(slot)
-        owner = _owner(owner)
+        owner = checked_owner(owner)
         record = self._address + slot * self._record_bytes
-        moves, present = [], []
-        for field, shape, dtype, num_bytes, offset in self._places:
-            row = rows.pop(field.name, None)
-            if not (
-                type(row) is torch.Tensor
-                and row.dtype is dtype
-                and row.layout is torch.strided
-                and not row.is_nested
-                and row.shape == shape
-                and row.is_cpu
-                and row.is_contiguous()
-                and not row.is_neg()
-                and row.untyped_storage().nbytes() >= row.storage_offset() * dtype.itemsize + num_bytes
-            ):
-                row = self._converted(field, row, slot)
-            if field.optional:
-                present.append(row is not None)
-            if row is not None:
-                # `row` rides along so that a converted copy lives until it is moved.
-                moves.append((record + offset, row.data_ptr(), num_bytes, row))
-        if rows:
-            raise ValueError(f"unknown fields {sorted(rows)}; the mailbox has {[field.name for field in self.fields]}")
+        moves, present = row_moves(self._places, record, rows, "slot", slot)
         self._write(slot, owner, moves, present)
 
     def admit(self, owner: int, rows: Iterable[memoryview]) -> int:
@@ -221,7 +202,7 @@ class DraftMailbox:
 
         rows: the bytes of a dense row of each field, in their order; none is absent. Gives the slot.
         """
-        owner = _owner(owner)
+        owner = checked_owner(owner)
         with self._lock:
             slot = self._take_slot()
             self._being_put[slot] = 1
@@ -247,11 +228,11 @@ class DraftMailbox:
         """
         if len(slots) != len(owners):
             raise ValueError(f"{len(slots)} slots but {len(owners)} owners")
-        wanted = list(zip(slots, map(_owner, owners), strict=True))
+        wanted = list(zip(slots, map(checked_owner, owners), strict=True))
         with self._lock:
             self._drain()
             self._refuse(
-                [(slot, self._range_fault(slot) or self._tag_fault(slot, owner)) for slot, owner in wanted],
+                [(slot, range_fault(slot, self.num_slots) or self._tag_fault(slot, owner)) for slot, owner in wanted],
                 "distinct slots",
             )
             for slot, owner in wanted:
@@ -277,7 +258,8 @@ class DraftMailbox:
         wanted = [slots] if isinstance(slots, (int, np.integer)) else list(slots)
         with self._lock:
             self._refuse(
-                [(slot, self._range_fault(slot) or self._tenancy_fault(slot)) for slot in wanted], "a held slot, once"
+                [(slot, range_fault(slot, self.num_slots) or self._tenancy_fault(slot)) for slot in wanted],
+                "a held slot, once",
             )
             for slot in wanted:
                 self._end_tenancy(int(slot))
@@ -335,7 +317,7 @@ class DraftMailbox:
         return name not in optional or bool(self.presence[optional.index(name), self._slot(slot)])
 
     def _slot(self, slot: int) -> int:
-        fault = self._range_fault(slot)
+        fault = range_fault(slot, self.num_slots)
         if fault is not None:
             raise SlotError([Problem(0, None, "slot", *fault, SlotError)])
         return int(slot)
@@ -352,19 +334,6 @@ class DraftMailbox:
             else:
                 problems.append(Problem(position, None, f"slot {shown(slot)}", *fault, SlotError))
         raise_problems(problems)
-
-    def _range_fault(self, slot: object) -> tuple[str, str] | None:
-        if isinstance(slot, (int, np.integer)) and not isinstance(slot, bool) and 0 <= slot < self.num_slots:
-            return None
-        return f"is {shown(slot)}", f"an integer from 0 to {self.num_slots - 1}"
-
-    def _converted(self, field: Field, row: object, slot: int) -> torch.Tensor | None:
-        """The row as a contiguous tensor of exactly the field's width and dtype."""
-        problem = row_problem(field, row, slot, f"slot {slot}", _CPU)
-        if problem is not None:
-            raise_problems([problem])
-        tensor = to_row(field, row)
-        return None if tensor is None else tensor.detach()[: field.width].to(field.dtype).resolve_neg().contiguous()
 
     def _write(
         self, slot: int, owner: int, moves: Sequence[tuple[int, int, int, object]], present: Sequence[bool]
@@ -435,7 +404,7 @@ class DraftMailbox:
 
     def _tag(self, slot: int, owner: int, generation: int, word: int) -> None:
         tag_at = slot * self._record_bytes + self._tag_offset
-        _TAG.pack_into(self._bytes, tag_at, owner, generation, word)
+        TAG.pack_into(self._bytes, tag_at, owner, generation, word)
 
     def _is_read(self, slot: int) -> bool:
         """Whether a call or a launch still reads the record."""
