@@ -5,7 +5,7 @@ VENV := .venv
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.8" || echo "torch==2.13.0")
 PYTEST := $(VENV)/bin/python -m pytest
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench example lint clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/draftgather demo
@@ -16,10 +16,16 @@ test: $(VENV)/installed
 bench: $(VENV)/installed
 	$(VENV)/bin/draftgather bench
 
+# A prefill and a decode node over a real transfer engine, which needs libibverbs.so.1 (Debian: libibverbs1), over TCP too.
+example: $(VENV)/installed
+	$(VENV)/bin/python -m pip install --quiet mooncake-transfer-engine-non-cuda==0.3.13.post1
+	PYTHONPATH=examples $(VENV)/bin/python -m pd_pair
+
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy --strict -p draftgather
+	MYPYPATH=examples $(VENV)/bin/mypy --strict -p pd_pair
 
 # An editable install links single files: a new file needs a new install.
 $(VENV)/installed: setup.py pyproject.toml $(wildcard assembler/*.py kernels/*.py bench/*.py)

@@ -28,10 +28,10 @@ from draftgather.errors import (
 )
 from draftgather.fields import Field, RecordLayout, eagle_fields
 from draftgather.future_map import FutureMap, Relay
-from draftgather.mailbox import DraftMailbox
+from draftgather.mailbox import BufferInfo, DraftMailbox
 from draftgather.observe import Metrics, metrics
 from draftgather.ranges import profile_ranges
-from draftgather.records import BufferInfo, MailboxAddress, RecordWriter
+from draftgather.records import MailboxAddress, RecordWriter
 from draftgather.routes import Route, RouteRule
 from draftgather.schedule_batch import ScheduleBatch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from draftgather.kernels.row_tables import RowFormat
 # A record's tag: owner, generation and layout word, int64 each, at the record's end.
 TAG_WORDS = 3
 TAG_BYTES = 8 * TAG_WORDS
+TAG = struct.Struct(f"={TAG_WORDS}q")
 RECORD_ALIGNMENT = 128
 FIELD_ALIGNMENT = 16
 # The layout word's low byte tells which optional fields the record has; the rest is the fingerprint.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 from array import array
 from collections import deque
@@ -16,12 +15,11 @@ import torch
 
 from draftgather.completion import DONE, CompletionMarker
 from draftgather.errors import MailboxFullError, Problem, SlotError, raise_problems, shown
-from draftgather.fields import TAG_WORDS, Field, RecordLayout
+from draftgather.fields import TAG, TAG_WORDS, Field, RecordLayout
 from draftgather.kernels.row_tables import FieldSource, RowTable
 from draftgather.memory import allocate_slab, can_pin
 from draftgather.notices import tell_refusal
-from draftgather.records import BufferInfo, Move, RecordMoves, as_owner
-from draftgather.rows import has_memory
+from draftgather.rows import has_memory, places_of, row_moves
 from draftgather.slot_numbers import SlotNumbers
 from draftgather.tallies import MAILBOXES, MailboxTally
 
@@ -31,8 +29,23 @@ _STATE_WORDS = ("free", "not written", "written", "released, with a launch that 
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
-_TAG = struct.Struct(f"={TAG_WORDS}q")
 _memmove = ctypes.memmove
+
+
+def checked_owner(owner: int) -> int:
+    """`owner` as an int; ValueError where it is none of 64 bits."""
+    if type(owner) is int and -(1 << 63) <= owner < 1 << 63:
+        return owner
+    if isinstance(owner, (int, np.integer)) and -(1 << 63) <= owner < 1 << 63:
+        return int(owner)
+    raise ValueError(f"owner is {owner!r}, expected a 64-bit integer")
+
+
+def range_fault(number: object, count: int) -> tuple[str, str] | None:
+    """(got, expected) where `number` is no integer from 0 to `count` - 1; None where it is."""
+    if isinstance(number, (int, np.integer)) and not isinstance(number, bool) and 0 <= number < count:
+        return None
+    return f"is {shown(number)}", f"an integer from 0 to {count - 1}"
 
 
 def _holds(own: Field, field: Field) -> bool:
@@ -51,6 +64,14 @@ class _Reader(NamedTuple):
 
 # Beyond so many launches in flight, those that are done are looked for behind those that are not.
 _MANY_READERS = 64
+
+
+class BufferInfo(NamedTuple):
+    """The one packed entry with which a transfer engine registers the mailbox and writes whole records."""
+
+    address: int  # of record 0
+    num_bytes: int  # of the slab
+    record_bytes: int  # record i lies at address + i * record_bytes
 
 
 class DraftMailbox:
@@ -87,10 +108,9 @@ class DraftMailbox:
         self.is_pinned = pin and self._slab.is_pinned()
         self._address = self._slab.data_ptr()
         self._record_bytes, self._tag_offset = self.layout.record_bytes, self.layout.tag_offset
-        self._moves = RecordMoves(self.layout)
+        self._places = places_of(self.layout)
         self.optional_fields = self.layout.optional_fields
-        places = zip(self.fields, self.layout.offsets, strict=True)
-        self._spans = tuple([(offset, offset + field.row_bytes) for field, offset in places])
+        self._spans = tuple([(offset, offset + num_bytes) for _, _, _, num_bytes, offset in self._places])
         self._views = {field.name: self._field_view(i) for i, field in enumerate(self.fields)}
         tag_item = self.layout.tag_offset // 8
         record_items = self.layout.record_bytes // 8
@@ -186,8 +206,9 @@ class DraftMailbox:
     def _put(self, slot: int, owner: int, rows: dict[str, object]) -> None:
         if type(slot) is not int or not 0 <= slot < self.num_slots:
             slot = self._slot(slot)
-        owner = as_owner(owner)
-        moves, present = self._moves.of(self._address + slot * self._record_bytes, rows, slot, "slot")
+        owner = checked_owner(owner)
+        record = self._address + slot * self._record_bytes
+        moves, present = row_moves(self._places, record, rows, "slot", slot)
         self._write(slot, owner, moves, present)
 
     def admit(self, owner: int, rows: Iterable[memoryview]) -> int:
@@ -202,7 +223,7 @@ class DraftMailbox:
             raise
 
     def _admit(self, owner: int, rows: Iterable[memoryview]) -> int:
-        owner = as_owner(owner)
+        owner = checked_owner(owner)
         with self._lock:
             slot = self._take_slot()
             self._being_put[slot] = 1
@@ -235,11 +256,11 @@ class DraftMailbox:
     def _accept(self, slots: Sequence[int], owners: Sequence[int]) -> None:
         if len(slots) != len(owners):
             raise ValueError(f"{len(slots)} slots but {len(owners)} owners")
-        wanted = list(zip(slots, map(as_owner, owners), strict=True))
+        wanted = list(zip(slots, map(checked_owner, owners), strict=True))
         with self._lock:
             self._drain()
             self._refuse(
-                [(slot, self._range_fault(slot) or self._tag_fault(slot, owner)) for slot, owner in wanted],
+                [(slot, range_fault(slot, self.num_slots) or self._tag_fault(slot, owner)) for slot, owner in wanted],
                 "distinct slots",
             )
             for slot, owner in wanted:
@@ -274,7 +295,8 @@ class DraftMailbox:
         wanted = [slots] if isinstance(slots, (int, np.integer)) else list(slots)
         with self._lock:
             self._refuse(
-                [(slot, self._range_fault(slot) or self._tenancy_fault(slot)) for slot in wanted], "a held slot, once"
+                [(slot, range_fault(slot, self.num_slots) or self._tenancy_fault(slot)) for slot in wanted],
+                "a held slot, once",
             )
             self.tally.released += len(wanted)
             for slot in wanted:
@@ -338,7 +360,7 @@ class DraftMailbox:
         return name not in optional or bool(self.presence[optional.index(name), self._slot(slot)])
 
     def _slot(self, slot: int) -> int:
-        fault = self._range_fault(slot)
+        fault = range_fault(slot, self.num_slots)
         if fault is not None:
             raise SlotError([Problem(0, None, "slot", *fault, SlotError)])
         return int(slot)
@@ -356,13 +378,10 @@ class DraftMailbox:
                 problems.append(Problem(position, None, f"slot {shown(slot)}", *fault, SlotError))
         raise_problems(problems)
 
-    def _range_fault(self, slot: object) -> tuple[str, str] | None:
-        if isinstance(slot, (int, np.integer)) and not isinstance(slot, bool) and 0 <= slot < self.num_slots:
-            return None
-        return f"is {shown(slot)}", f"an integer from 0 to {self.num_slots - 1}"
-
-    def _write(self, slot: int, owner: int, moves: Sequence[Move], present: Sequence[bool]) -> None:
-        """Move the bytes in, and show the record."""
+    def _write(
+        self, slot: int, owner: int, moves: Sequence[tuple[int, int, int, object]], present: Sequence[bool]
+    ) -> None:
+        """Move the bytes in (destination, source, bytes, what keeps the source alive), and show the record."""
         generation = self._begin_write(slot, owner)
         try:
             for destination, source, num_bytes, _ in moves:
@@ -429,7 +448,7 @@ class DraftMailbox:
 
     def _tag(self, slot: int, owner: int, generation: int, word: int) -> None:
         tag_at = slot * self._record_bytes + self._tag_offset
-        _TAG.pack_into(self._bytes, tag_at, owner, generation, word)
+        TAG.pack_into(self._bytes, tag_at, owner, generation, word)
 
     def _is_read(self, slot: int) -> bool:
         """Whether a call or a launch still reads the record."""

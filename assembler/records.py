@@ -1,207 +1,140 @@
-"""Records from the writer's side: a row packed with its tag, and where on the decode node it goes.
-
-The decode node holds a slot (`mailbox.acquire`) and tells the writer its number, the owner and
-`mailbox.generation(slot)`. The writer packs the row into a record of its own, the transfer engine writes that record
-to `MailboxAddress.record(slot)`, and after the engine's completion message the decode node calls `mailbox.accept`.
-"""
+"""The writer's side of a transfer: where the mailbox's records lie, and records packed as a mailbox takes them."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
-import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
-
-import numpy as np
-import torch
 
 from draftgather.errors import LayoutError, Problem, SlotError, raise_problems, shown
-from draftgather.fields import TAG_WORDS, Field, RecordLayout
+from draftgather.fields import RECORD_ALIGNMENT, TAG, Field, RecordLayout
+from draftgather.mailbox import BufferInfo, DraftMailbox, checked_owner, range_fault
 from draftgather.memory import allocate_slab, can_pin
-from draftgather.rows import row_problem, to_row
+from draftgather.rows import places_of, row_moves
 
-_CPU = torch.device("cpu")
-_TAG = struct.Struct(f"={TAG_WORDS}q")
+# Called by this module's name, so that a test can look on.
 _memmove = ctypes.memmove
 
 
-class BufferInfo(NamedTuple):
-    """The one packed entry with which a transfer engine registers records, and moves whole ones."""
-
-    address: int  # of record 0
-    num_bytes: int  # of the slab
-    record_bytes: int  # record i lies at address + i * record_bytes
-
-
-class Move(NamedTuple):
-    """The bytes of one field into a record."""
-
-    destination: int
-    source: int
-    num_bytes: int
-    row: torch.Tensor  # keeps the source alive
-
-
-class RecordMoves:
-    """How the rows of one request become moves of bytes into a record."""
-
-    def __init__(self, layout: RecordLayout) -> None:
-        self._layout = layout
-        self._places = tuple(
-            (field, (field.width,), field.dtype, field.row_bytes, offset)
-            for field, offset in zip(layout.fields, layout.offsets, strict=True)
-        )
-
-    def of(self, record: int, rows: dict[str, object], position: int, what: str) -> tuple[list[Move], list[bool]]:
-        """Moves into the record at the address `record`, and of each optional field whether it is there.
-
-        rows: a row a field; consumed. position, what: of the record, for errors ("slot", 3). Nothing is written here.
-        """
-        moves, present = [], []
-        for field, shape, dtype, num_bytes, offset in self._places:
-            row = rows.pop(field.name, None)
-            if not (
-                type(row) is torch.Tensor
-                and row.dtype is dtype
-                and row.layout is torch.strided
-                and not row.is_nested
-                and row.shape == shape
-                and row.is_cpu
-                and row.is_contiguous()
-                and not row.is_neg()
-                and row.untyped_storage().nbytes() >= row.storage_offset() * dtype.itemsize + num_bytes
-            ):
-                row = _converted(field, row, position, what)
-            if field.optional:
-                present.append(row is not None)
-            if row is not None:
-                moves.append(Move(record + offset, row.data_ptr(), num_bytes, row))
-        if rows:
-            raise ValueError(f"unknown fields {sorted(rows)}; the records have {[f.name for f in self._layout.fields]}")
-        return moves, present
-
-
-def _converted(field: Field, row: object, position: int, what: str) -> torch.Tensor | None:
-    """The row as a contiguous tensor of exactly the field's width and dtype."""
-    problem = row_problem(field, row, position, f"{what} {position}", _CPU)
-    if problem is not None:
-        raise_problems([problem])
-    tensor = to_row(field, row)
-    return None if tensor is None else tensor.detach()[: field.width].to(field.dtype).resolve_neg().contiguous()
-
-
-def as_owner(owner: int) -> int:
-    """`owner` as a Python integer of 64 bits; ValueError."""
-    return _int64(owner, "owner")
-
-
-def _int64(number: int, name: str) -> int:
-    if type(number) is int and -(1 << 63) <= number < 1 << 63:
-        return number
-    if isinstance(number, (int, np.integer)) and -(1 << 63) <= number < 1 << 63:
-        return int(number)
-    raise ValueError(f"{name} is {shown(number)}, expected a 64-bit integer")
-
-
-def _refuse_number(number: object, count: int, what: str) -> None:
-    """SlotError unless it is one of `count`."""
-    if isinstance(number, (int, np.integer)) and not isinstance(number, bool) and 0 <= number < count:
-        return
-    raise SlotError([Problem(0, None, what, f"is {shown(number)}", f"an integer from 0 to {count - 1}", SlotError)])
-
-
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class MailboxAddress:
-    """Where a decode node's records lie: what it tells its writer at connection time."""
+    """Where a mailbox's records lie: what a decode node sends its writers when they connect.
 
-    address: int  # of record 0
+    Its memory must be registered with the transfer engine, and the mailbox alive, for as long as anybody may
+    write. ValueError for numbers that no mailbox has.
+    """
+
+    address: int  # of record 0, in the decode node's process
     num_slots: int
-    record_bytes: int
+    record_bytes: int  # record i lies at address + i * record_bytes
     fingerprint: int  # of the field list
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 64:
-                raise ValueError(f"{name} is {shown(value)}, expected a positive integer of 64 bits")
+        for name, least, end in (
+            ("address", 1, 1 << 64),
+            ("num_slots", 1, 1 << 63),
+            ("record_bytes", RECORD_ALIGNMENT, 1 << 63),
+            ("fingerprint", 1, 1 << 55),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value < end:
+                raise ValueError(f"{name} is {shown(value)}, expected an integer from {least} to {end - 1}")
+        if self.address + self.num_slots * self.record_bytes > 1 << 64:
+            raise ValueError(f"{self.num_slots} records of {self.record_bytes} bytes pass the end of all addresses")
 
     @classmethod
-    def of(cls, mailbox: Any) -> MailboxAddress:
-        """Of a DraftMailbox."""
+    def of(cls, mailbox: DraftMailbox) -> MailboxAddress:
         info = mailbox.buffer_info()
         return cls(info.address, mailbox.num_slots, info.record_bytes, mailbox.layout.fingerprint)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> MailboxAddress:
-        """ValueError where it is not what `to_json` gave."""
+        """What `to_json` gave; ValueError that names what is wrong with any other text."""
         try:
-            members = json.loads(text)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"the address of a mailbox is {shown(text)}, expected JSON") from error
-        names = list(cls.__slots__)
-        if not isinstance(members, dict) or sorted(members) != sorted(names):
-            raise ValueError(f"the address of a mailbox is {shown(members)}, expected the members {names}")
-        return cls(**members)
+            got = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"a mailbox's address is {shown(text)}, expected JSON: {error}") from None
+        if not isinstance(got, dict):
+            raise ValueError(f"a mailbox's address is {shown(got)}, expected an object")
+        names = [field.name for field in dataclasses.fields(cls)]
+        if sorted(got) != sorted(names):
+            raise ValueError(f"a mailbox's address has the keys {shown(sorted(got))}, expected {names}")
+        return cls(**got)
 
     def record(self, slot: int) -> int:
-        """The address of a slot's record; SlotError where the mailbox has no such slot."""
-        _refuse_number(slot, self.num_slots, "slot")
-        return self.address + int(slot) * self.record_bytes
+        """The address of a slot's record, for the engine. SlotError where the mailbox has no such slot."""
+        return self.address + _in_range("slot", slot, self.num_slots) * self.record_bytes
 
 
 class RecordWriter:
-    """`num_records` records of the writer's own, in one page-aligned slab: what the engine reads.
+    """`num_records` records beside a transfer engine, in one page-aligned slab to be registered with it.
 
-    A record may be packed again once the engine has said that it no longer reads it: nobody here knows when that is.
-    One thread packs a record at a time. Memory belongs to the writer, and lives as long as it.
+    A prefill node packs a request's row into a record and lets the engine write the whole record to
+    `MailboxAddress.record(slot)`. The slot and its generation come from the decode node, which holds
+    the slot by `acquire` before it says so.
+
+    Who may pack a record again: whoever started its last transfer, once the engine has said that this is done
+    or has failed. Before that the engine may still read the record, and what it writes is neither row; the
+    writer does not know of transfers, and does not look. A record is packed by one thread at a time, different
+    ones by as many as you like.
+
+    Memory belongs to the writer: it must live, and stay registered, until the engine is done with it.
     """
 
     def __init__(self, fields: Sequence[Field], num_records: int, pin_memory: bool | None = None) -> None:
-        """pin_memory: None pins if the machine can; False touches no CUDA state."""
+        """fields, pin_memory: as the mailbox's."""
         self.layout = RecordLayout.of(fields)
+        self.fields = self.layout.fields
         if not isinstance(num_records, int) or isinstance(num_records, bool) or num_records < 1:
             raise ValueError(f"num_records is {num_records!r}, expected an integer of at least 1")
         self.num_records = num_records
-        pin = can_pin() if pin_memory is None else pin_memory
-        self._slab = allocate_slab(num_records * self.layout.record_bytes, pin)
+        self._slab = allocate_slab(
+            num_records * self.layout.record_bytes, can_pin() if pin_memory is None else pin_memory
+        )
+        self._address = self._slab.data_ptr()
         self._bytes = memoryview(self._slab.numpy())  # type: ignore[arg-type]
-        self._moves = RecordMoves(self.layout)
+        self._places = places_of(self.layout)
 
     def buffer_info(self) -> BufferInfo:
-        return BufferInfo(self._slab.data_ptr(), self._slab.numel(), self.layout.record_bytes)
-
-    def check(self, address: MailboxAddress) -> None:
-        """LayoutError unless that mailbox has these records: before the first byte moves."""
-        self.layout.check_peer(address.fingerprint)
-        if address.record_bytes != self.layout.record_bytes:
-            raise LayoutError(
-                f"the peer's records have {address.record_bytes} bytes, these {self.layout.record_bytes} bytes"
-            )
+        return BufferInfo(self._address, self._slab.numel(), self.layout.record_bytes)
 
     def address_of(self, index: int) -> int:
-        """The address of a record; SlotError where there is none."""
-        _refuse_number(index, self.num_records, "record")
-        return self._slab.data_ptr() + int(index) * self.layout.record_bytes
+        """The address of a record of this process, for the engine. SlotError where there is none."""
+        return self._address + _in_range("record", index, self.num_records) * self.layout.record_bytes
 
-    def pack(self, index: int, owner: int, generation: int, **rows: object) -> None:
-        """Place a request's row and its tag in record `index`: one copy a field, the tag last.
+    def check(self, address: MailboxAddress) -> None:
+        """LayoutError unless the mailbox has the records that are packed here: before the first byte moves."""
+        self.layout.check_peer(address.fingerprint)
+        if address.record_bytes != self.layout.record_bytes:
+            raise LayoutError(f"the peer's records have {address.record_bytes} bytes, these {self.layout.record_bytes}")
 
-        owner, generation: as the decode node gave them, 64-bit integers. rows: as for `DraftMailbox.put`.
-        Raises SlotError, MissingRowError, RowShapeError, RowDtypeError, RowDeviceError or ValueError before
-        anything is written.
+    def pack(self, index: int, owner: int, generation: int, /, **rows: object) -> None:
+        """Place the row of one request in record `index`, for a slot of this generation; nothing is sent.
+
+        owner: any 64-bit integer. generation: `DraftMailbox.generation` of the slot, from the decode node.
+        rows: as `DraftMailbox.put` takes them, on the CPU. Each is copied once.
+        Raises SlotError, MissingRowError, RowShapeError, RowDtypeError or RowDeviceError before anything is
+        written; ValueError for an unknown field, an owner or a generation that no tag can hold.
         """
         record = self.address_of(index)
-        owner, generation = as_owner(owner), _int64(generation, "generation")
-        if generation < 1:
-            raise ValueError(f"generation is {generation}, expected that of a held slot, at least 1")
-        moves, present = self._moves.of(record, rows, int(index), "record")
-        tag_at = int(index) * self.layout.record_bytes + self.layout.tag_offset
-        # A record that the engine reads too early is torn, not somebody's.
-        _TAG.pack_into(self._bytes, tag_at, 0, 0, 0)
-        for move in moves:
-            _memmove(move.destination, move.source, move.num_bytes)
-        _TAG.pack_into(self._bytes, tag_at, owner, generation, self.layout.layout_word(present))
+        owner = checked_owner(owner)
+        if range_fault(generation, 1 << 63) is not None or generation < 1:
+            raise ValueError(f"generation is {shown(generation)}, expected an integer from 1 to {(1 << 63) - 1}")
+        moves, present = row_moves(self._places, record, rows, "record", index)
+        tag_at = record - self._address + self.layout.tag_offset
+        # No tag stands over a row that is half there: not if an interrupt comes, nor for an engine that reads early.
+        TAG.pack_into(self._bytes, tag_at, 0, 0, 0)
+        for destination, source, num_bytes, _ in moves:
+            _memmove(destination, source, num_bytes)
+        TAG.pack_into(self._bytes, tag_at, owner, int(generation), self.layout.layout_word(present))
+
+
+def _in_range(name: str, number: int, count: int) -> int:
+    fault = range_fault(number, count)
+    if fault is not None:
+        raise_problems([Problem(0, None, name, *fault, SlotError)])
+    return int(number)

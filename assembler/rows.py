@@ -1,4 +1,4 @@
-"""One draft row's value for one field: which tensors are taken as they are, which are converted."""
+"""One draft row's values: which tensors are taken as they are, which are converted, and where they go in a record."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from draftgather.errors import (
     RowDeviceError,
     RowDtypeError,
     RowShapeError,
+    raise_problems,
     shown,
 )
-from draftgather.fields import Field
+from draftgather.fields import Field, RecordLayout
 from draftgather.kernels.gather_rows import CASTABLE
 
 # Conversions that keep every value. Anything else must be allowed by the field.
@@ -99,6 +100,64 @@ def row_problem(field: Field, row: object, position: int, request_id: object, de
         remedy = "" if field.exact else " (or Field(..., allow_cast=True))"
         return problem(RowDtypeError, f"has dtype {dtype}", f"{field.dtype}{remedy}")
     return None
+
+
+# Where a record has one field's row: the field, its shape, dtype and bytes, and the byte where it starts.
+RowPlace = tuple[Field, tuple[int], torch.dtype, int, int]
+# Destination, source, bytes, and what keeps the source alive.
+RowMove = tuple[int, int, int, object]
+
+_CPU = torch.device("cpu")
+
+
+def places_of(layout: RecordLayout) -> tuple[RowPlace, ...]:
+    return tuple(
+        (field, (field.width,), field.dtype, field.row_bytes, offset)
+        for field, offset in zip(layout.fields, layout.offsets, strict=True)
+    )
+
+
+def row_moves(
+    places: Sequence[RowPlace], record: int, rows: dict[str, object], kind: str, number: int
+) -> tuple[list[RowMove], list[bool]]:
+    """How the rows of one request come into the record at address `record`; and of each optional field, if it is there.
+
+    rows: a value a field, taken out of it. An error names `kind` and `number` ("slot", 3): MissingRowError,
+    RowShapeError, RowDtypeError or RowDeviceError; ValueError for a name that is no field's.
+    """
+    moves: list[RowMove] = []
+    present = []
+    for field, shape, dtype, num_bytes, offset in places:
+        row = rows.pop(field.name, None)
+        if not (
+            type(row) is torch.Tensor
+            and row.dtype is dtype
+            and row.layout is torch.strided
+            and not row.is_nested
+            and row.shape == shape
+            and row.is_cpu
+            and row.is_contiguous()
+            and not row.is_neg()
+            and row.untyped_storage().nbytes() >= row.storage_offset() * dtype.itemsize + num_bytes
+        ):
+            row = _converted(field, row, kind, number)
+        if field.optional:
+            present.append(row is not None)
+        if row is not None:
+            # `row` rides along so that a converted copy lives until it is moved.
+            moves.append((record + offset, row.data_ptr(), num_bytes, row))
+    if rows:
+        raise ValueError(f"unknown fields {sorted(rows)}; a record has {[field.name for field, *_ in places]}")
+    return moves, present
+
+
+def _converted(field: Field, row: object, kind: str, number: int) -> torch.Tensor | None:
+    """The row as a contiguous tensor of exactly the field's width and dtype."""
+    problem = row_problem(field, row, number, f"{kind} {number}", _CPU)
+    if problem is not None:
+        raise_problems([problem])
+    tensor = to_row(field, row)
+    return None if tensor is None else tensor.detach()[: field.width].to(field.dtype).resolve_neg().contiguous()
 
 
 def to_row(field: Field, row: object) -> torch.Tensor | None:
