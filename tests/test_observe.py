@@ -460,6 +460,15 @@ def test_a_line_never_raises(clock: SimpleNamespace) -> None:
     notices.tell_refusal("a third call", Broken())
 
 
+def test_expected_refusals_are_not_told(clock: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards the output of programs that inject faults; what is refused after them is told."""
+    with notices.refusals_expected():
+        notices.tell_refusal("a call", dg.RelayError("why"))
+    assert lines(caplog) == []
+    notices.tell_refusal("a call", dg.RelayError("why"))
+    assert len(lines(caplog)) == 1
+
+
 def test_a_ring_that_grows_is_told(clock: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
     """Guards memory that grows in silence: eight buffers are in order, the ninth is told."""
     ring = StagingRing(64, pin=False)
