@@ -32,7 +32,7 @@ $(VENV)/installed: setup.py pyproject.toml $(wildcard assembler/*.py kernels/*.p
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)/bin/python -m pip install --quiet "$(TORCH)"
-	$(VENV)/bin/python -m pip install --quiet --editable ".[test,lint,plot]"
+	$(VENV)/bin/python -m pip install --quiet --editable ".[test,lint,plot,metrics]"
 	touch $@
 
 clean:

@@ -6,8 +6,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 _logger = logging.getLogger("draftgather")
 
@@ -58,10 +58,23 @@ class RateLimit:
 WARNINGS = RateLimit()
 os.register_at_fork(after_in_child=WARNINGS.renew_lock)
 
+_are_refusals_expected = False
+
+
+@contextmanager
+def refusals_expected() -> Iterator[None]:
+    """Inside of this no refusal is told, in the whole process: for programs that inject faults."""
+    global _are_refusals_expected
+    before, _are_refusals_expected = _are_refusals_expected, True
+    try:
+        yield
+    finally:
+        _are_refusals_expected = before
+
 
 def tell_refusal(call: str, error: Exception) -> None:
     """One line on a refused call: the requests (or slots) that `error` names, and its class's remedy."""
     remedy = getattr(error, "remedy", None)
-    if remedy is not None:
+    if remedy is not None and not _are_refusals_expected:
         kind = type(error).__name__
         WARNINGS.warn(f"{call} {kind}", "%s refused, %s: %s. Remedy: %s", call, kind, error, remedy)

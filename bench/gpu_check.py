@@ -40,6 +40,7 @@ from draftgather.kernels import gather_rows as kernels
 from draftgather.kernels.row_tables import LaunchDescriptor
 from draftgather.launch import launch
 from draftgather.machine import Machine
+from draftgather.notices import refusals_expected
 
 Rows = dict[str, list[torch.Tensor | None]]
 Blocks = dict[str, torch.Tensor]  # [num_rows, width] a field, on the host
@@ -708,7 +709,7 @@ def run_parts(report: Report, device: Device, keys: Sequence[str], budget_s: flo
         elif not device.is_alive():
             section.cut_short = "the device was lost before"
         else:
-            with section.running(seconds, device.is_alive):
+            with section.running(seconds, device.is_alive), refusals_expected():
                 part.run(section, device, sizes)
         report.write(folder)
         print(f"{section.title}: {section.verdict}, {section.seconds:.1f} s", flush=True)

@@ -23,6 +23,7 @@ from draftgather.bench.arrivals import generate
 from draftgather.bench.demo import PoolIndices, RowSource, same_bytes
 from draftgather.describe import StagingRing
 from draftgather.machine import Machine, machine_for
+from draftgather.notices import refusals_expected
 
 NUM_SAMPLES = 200  # of resident memory, evenly over the time
 # Between the medians of the second and of the last tenth of the samples.
@@ -85,9 +86,10 @@ def soak(options: SoakOptions, on_progress: Callable[[int], None] = lambda _: No
     """Run for the time given, or until something unexpected is raised. on_progress: told of each sample."""
     run = _Soak(options)
     try:
-        run.warm_up()
-        run.run(on_progress)
-        run.finish()
+        with refusals_expected():
+            run.warm_up()
+            run.run(on_progress)
+            run.finish()
     except Exception as error:
         place = extract_tb(error.__traceback__)[-1]
         run.tell(f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})")
