@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import draftgather as dg
+from draftgather import algorithms
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "bench/RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -57,7 +58,9 @@ def commands(page: Path) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def _no_mailbox() -> Iterator[None]:
+def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a page registers, and the mailbox that it names, are the process's."""
+    monkeypatch.setattr(algorithms, "_registered", {})
     yield
     dg.use_mailbox(None)
 
