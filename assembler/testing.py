@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftgather.testing_cases import CASES, Case, run_case
-from draftgather.testing_kit import NUM_SLOTS, Contract, ContractFailure, Kit, Request, random_row
+from draftgather.testing_kit import NUM_SLOTS, Contract, ContractFailure, Kit, Request, random_row, ready
 
 __all__ = [
     "CASES",
@@ -33,8 +33,12 @@ __all__ = [
 
 
 def check(contract: Contract) -> dict[str, str]:
-    """Run every case. The skipped ones, each with its reason. Raises one ContractFailure with all that failed."""
+    """Run every case, on one object of the algorithm, as in an engine. The skipped ones, each with its reason.
+
+    Raises one ContractFailure with all that failed; ValueError or TypeError for a contract that is wrong itself.
+    """
     skipped, failed = {}, []
+    contract = ready(contract)
     for case in CASES:
         try:
             reason = check_case(contract, case.name)
@@ -53,8 +57,7 @@ def check_case(contract: Contract, name: str) -> str | None:
     case = next((case for case in CASES if case.name == name), None)
     if case is None:
         raise ValueError(f"unknown case {name!r}, expected one of {[case.name for case in CASES]}")
-    if not contract.settings:
-        raise ValueError("the contract has no settings: give (None,) where the builder reads none")
+    contract = ready(contract)
     return run_case(case, [Kit(contract, settings) for settings in contract.settings])
 
 

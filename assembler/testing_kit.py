@@ -13,6 +13,7 @@ import torch
 from draftgather.algorithms import CustomSpecAlgo
 from draftgather.builder import REQUEST_ROWS
 from draftgather.draft_input import EagleDraftInput
+from draftgather.errors import shown
 from draftgather.fields import Field
 from draftgather.future_map import FutureMap
 from draftgather.schedule_batch import ScheduleBatch
@@ -82,6 +83,26 @@ class Contract:
         return tuple(self.fields(settings) if callable(self.fields) else self.fields)
 
 
+def ready(contract: Contract) -> Contract:
+    """The same with one object in place of the algorithm's class: an engine makes one, and what it keeps stays.
+
+    Raises ValueError or TypeError where the contract itself is wrong.
+    """
+    if isinstance(contract.settings, (str, Mapping)) or not isinstance(contract.settings, Sequence):
+        raise TypeError(f"settings is {shown(contract.settings)}, expected a sequence of server_args")
+    if not contract.settings:
+        raise ValueError("the contract has no settings: give (None,) where the builder reads none")
+    names = {f.name for settings in contract.settings for f in contract.fields_at(settings)}
+    for member in ("attributes", "expected"):
+        unknown = sorted(getattr(contract, member).keys() - names)
+        if unknown:
+            raise ValueError(f"the contract's {member} name {unknown}, but the fields are {sorted(names)}")
+    algorithm = contract.algorithm
+    if isinstance(algorithm, type) and issubclass(algorithm, CustomSpecAlgo):
+        return replace(contract, algorithm=algorithm("CONTRACT", lambda server_args: None))
+    return contract
+
+
 class Kit:
     """A contract under one of its settings."""
 
@@ -89,8 +110,6 @@ class Kit:
         self.contract, self.settings = contract, settings
         self.fields = contract.fields_at(settings)
         algorithm = contract.algorithm
-        if isinstance(algorithm, type) and issubclass(algorithm, CustomSpecAlgo):
-            algorithm = algorithm("CONTRACT", lambda server_args: None)
         self.call = getattr(algorithm, "build_disagg_draft_input", algorithm)
         self.is_stateless = bool(getattr(algorithm, "stateless", False))
         widths = [(f.name, f.width) for other in contract.settings for f in contract.fields_at(other)]
@@ -228,7 +247,7 @@ class Kit:
         row = request.rows[f.name]
         assert row is not None
         change = self.contract.expected.get(f.name)
-        return row[: f.width] if change is None else change(row, request)
+        return row[: f.width] if change is None else _checked(change(row, request), f, "expected")
 
     # -- inside
 
@@ -239,7 +258,7 @@ class Kit:
             for position, f in enumerate(self.fields):
                 wide = replace(f, width=self._widest[f.name]) if f.leading else f
                 generator = torch.Generator().manual_seed(1000 * number + position)
-                rows[f.name] = self.contract.make_row(wide, generator)
+                rows[f.name] = _checked(self.contract.make_row(wide, generator), wide, "make_row")
             pool_index = (7 * number + 3) % 251 + 1
             self._made[rid] = Request(rid, pool_index, 1000 + 13 * number, 40_000 + 17 * number, rows)
         return self._made[rid]
@@ -256,6 +275,14 @@ class Kit:
             return f"row {i} of {f.name} is all zeros: made up, where request {request.rid!r} brought a row"
         wrong = (_bytes(got) != _bytes(self.expected(f, request))).nonzero()[0].item()
         return f"row {i} of {f.name} is not that of request {request.rid!r}: it differs from byte {wrong} on"
+
+
+def _checked(row: object, f: Field, source: str) -> torch.Tensor:
+    """ValueError where the contract's own function gives no row of the field."""
+    if isinstance(row, torch.Tensor) and (tuple(row.shape), row.dtype) == ((f.width,), f.dtype):
+        return row
+    got = f"{list(row.shape)} {row.dtype}" if isinstance(row, torch.Tensor) else shown(row)
+    raise ValueError(f"the contract's {source} gave {got} for {f.name}, expected a tensor {[f.width]} {f.dtype}")
 
 
 class Telling:

@@ -557,6 +557,45 @@ def test_a_contract_whose_rows_are_all_alike() -> None:
         testing.check(contract)
 
 
+class KeepsFirstSettings(dg.CustomSpecAlgo):
+    """Of a class an engine makes one object, and what it keeps stays."""
+
+    kept = None
+
+    def build_disagg_draft_input(self, batch, server_args, last_tokens_tensor, future_map):
+        self.kept = self.kept or step_fields(server_args)
+        return dg.build_disagg_draft_input(batch, last_tokens_tensor, future_map, self.kept)
+
+
+@pytest.mark.parametrize("case", ["changed settings", "settings are read at each call"])
+def test_a_class_is_one_object(case) -> None:
+    """Guards against a class that passes, as each of the settings had an object of its own."""
+    with pytest.raises(testing.ContractFailure, match=r"counts is \[3, 2\] torch.int32 on cpu, expected \[3, 5\]"):
+        testing.check_case(contract_of(KeepsFirstSettings), case)
+
+
+WRONG_CONTRACTS = {
+    "settings": ({"settings": SimpleNamespace(steps=2)}, TypeError, "settings is namespace.*, expected a sequence"),
+    "no settings": ({"settings": ()}, ValueError, "has no settings"),
+    "attributes": ({"attributes": {"hiden": "x"}}, ValueError, r"attributes name \['hiden'\], but the fields are"),
+    "expected": ({"expected": {"hiden": lambda row, request: row}}, ValueError, r"expected name \['hiden'\]"),
+    "expected row": (
+        {"expected": {"hidden_states": lambda row, request: row.double()}}, ValueError,
+        r"expected gave \[\d+\] torch.float64 for hidden_states, expected a tensor",
+    ),
+    "made row": ({"make_row": lambda f, generator: None}, ValueError, "make_row gave None for hidden_states"),
+    "made width": ({"make_row": lambda f, generator: testing.random_row(f, generator)[:1]}, ValueError, r"gave \[1\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG_CONTRACTS)
+def test_a_contract_that_is_wrong_itself(what) -> None:
+    """Guards an author from looking for the fault of the contract in the builder."""
+    changed, error, words = WRONG_CONTRACTS[what]
+    with pytest.raises(error, match=words):
+        testing.check_case(replace(contract_of(Plain(step_fields)), **changed), "row order")
+
+
 class FillsTheMap(Plain):
     def relay(self, batch, draft_input, future_map):
         super().relay(batch, draft_input, future_map)
