@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from draftgather.notices import refusals_expected
 from draftgather.testing_cases import CASES, Case, run_case
 from draftgather.testing_kit import NUM_SLOTS, Contract, ContractFailure, Kit, Request, random_row, ready
 
@@ -58,7 +59,8 @@ def check_case(contract: Contract, name: str) -> str | None:
     if case is None:
         raise ValueError(f"unknown case {name!r}, expected one of {[case.name for case in CASES]}")
     contract = ready(contract)
-    return run_case(case, [Kit(contract, settings) for settings in contract.settings])
+    with refusals_expected():
+        return run_case(case, [Kit(contract, settings) for settings in contract.settings])
 
 
 @dataclass(frozen=True)

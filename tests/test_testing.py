@@ -574,7 +574,30 @@ def test_a_class_is_one_object(case) -> None:
         testing.check_case(contract_of(KeepsFirstSettings), case)
 
 
+@pytest.mark.parametrize("width", [5, 6])
+def test_expected_rows_are_as_wide_as_the_field(width) -> None:
+    """Guards a `leading` field whose requests bring wider rows, and NaNs whose bits arithmetic does not keep."""
+
+    def fields(steps):
+        return (dg.Field("confidence", steps, torch.float16, leading=True),)
+
+    def build(batch, server_args, last_tokens_tensor, future_map):
+        clamp = {"confidence": lambda rows, batch: rows.clamp(min=0)}
+        return dg.build_disagg_draft_input(
+            batch, last_tokens_tensor, future_map, fields(server_args), post_gather=clamp
+        )
+
+    clamped = {"confidence": lambda row, request: row.clamp(min=0)}
+    assert testing.check(testing.Contract(build, fields, (3, width), expected=clamped)) == {
+        "optional row": "no field is optional",
+        "settings are read at each call": "the settings have no attributes to change",
+    }
+    with pytest.raises(testing.ContractFailure, match="confidence"):
+        testing.check(testing.Contract(build, fields, (3, width)))
+
+
 WRONG_CONTRACTS = {
+    "function without settings": ({"settings": (None,)}, ValueError, "the fields cannot be made of the contract's settings"),
     "settings": ({"settings": SimpleNamespace(steps=2)}, TypeError, "settings is namespace.*, expected a sequence"),
     "no settings": ({"settings": ()}, ValueError, "has no settings"),
     "attributes": ({"attributes": {"hiden": "x"}}, ValueError, r"attributes name \['hiden'\], but the fields are"),
