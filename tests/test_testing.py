@@ -597,7 +597,7 @@ def test_expected_rows_are_as_wide_as_the_field(width) -> None:
 
 
 WRONG_CONTRACTS = {
-    "function without settings": ({"settings": (None,)}, ValueError, "the fields cannot be made of the contract's settings"),
+    "function without settings": ({"settings": (None,)}, ValueError, "the fields cannot be made of"),
     "settings": ({"settings": SimpleNamespace(steps=2)}, TypeError, "settings is namespace.*, expected a sequence"),
     "no settings": ({"settings": ()}, ValueError, "has no settings"),
     "attributes": ({"attributes": {"hiden": "x"}}, ValueError, r"attributes name \['hiden'\], but the fields are"),
